@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .errors import HybridCacheError
     from .files import CacheFileError, saved_token_ids
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
-    from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
+    from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement
     from .numa_nodes import NodeError, bind_to_node
     from .planning import cache_for_budget
     from .prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError, Reuse, StoredPrompt
@@ -65,7 +65,6 @@ __all__ = [
     "QuantizedWeightsConfig",
     "Reuse",
     "SameLogits",
-    "Selection",
     "StaleHandleError",
     "StoredPrompt",
     "WeightsReport",
@@ -99,7 +98,7 @@ __getattr__ = lazy_names(
         "decode_phase": ("DecodeOnCPU",),
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
-        "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
+        "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement"),
         "numa_nodes": ("NodeError", "bind_to_node"),
         "planning": ("cache_for_budget",),
         "prefix_store": ("PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt"),

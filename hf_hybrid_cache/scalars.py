@@ -15,6 +15,31 @@ def as_integer(given: Any) -> int | None:
         return None
 
 
+def checked_integer(name: str, given: object) -> int:
+    """
+    A user's number as an integer.
+
+    Raises:
+        TypeError: it is not an integer.
+    """
+    integer = as_integer(given)
+    if integer is None:
+        raise TypeError(f"{name} must be an integer, got {given!r}.")
+    return integer
+
+
+def checked_bool(name: str, given: object) -> bool:
+    """
+    A user's switch as a bool.
+
+    Raises:
+        TypeError: it is not a bool.
+    """
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r}.")
+    return given
+
+
 def as_float(given: Any) -> float | None:
     """Return a number as a Python float; `None` for anything else, booleans too."""
     if isinstance(given, bool) or not isinstance(given, Real):

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from hf_hybrid_cache.kernels import compile_in_background
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
-from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
+from hf_hybrid_cache.kernels.attention.workspace import set_prefill_kernel
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from common import slow, soak
 from device_kernels import interpreted

@@ -132,6 +132,7 @@ ALLOWED = {
         "custom_generate",
         "decode_phase",
         "model_identity",
+        "scalars",
         "storage",
         "torch",
         "transformers",
@@ -188,10 +189,9 @@ WATCHED = {"torch", "transformers", "numba", "triton"}
 INNER = {
     "kernels": {
         "vector": {"vector"},
-        "quantized": {"quantized", "vector"},
-        "attention": {"attention", "quantized", "vector"},
-        "selection": {"attention", "quantized", "selection", "vector"},
-        "weights": {"quantized", "vector", "weights"},
+        "forms": {"forms", "vector"},
+        "attention": {"attention", "forms", "vector"},
+        "weights": {"forms", "vector", "weights"},
     },
     "storage": {
         "memory": {"memory"},
@@ -275,7 +275,7 @@ FOR_EXPERIMENTS = {
     "byte_sizes",
     "cache_argument",
     "durable_files",
-    "kernels.integer_kernels",  # to measure both ways
+    "kernels.vector.processor",  # to measure both ways
     "model_identity",
     "models",
     "models.random_weights",

@@ -30,7 +30,7 @@ if sys.argv[1] == "pinned":
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, Selection, quantize_weights
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 config = LlamaConfig(
     num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
@@ -40,7 +40,6 @@ model = LlamaForCausalLM(config)
 """
 USES = {
     "attention": "cache = DynamicHybridCache(config)",
-    "pages": "cache = DynamicHybridCache(config, selection=Selection(0.9))",
     "codes": "cache = QuantizedHybridCache(config, bits=4)",
     "weights": "cache = DynamicHybridCache(config); quantize_weights(model, 4)",
 }

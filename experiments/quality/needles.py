@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from experiments.common.decoding import prefill
 from experiments.quality.passkey import PREFILL_CHUNK
-from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
+from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, filled
 from hf_hybrid_cache.cache_argument import cache_argument
 
 OWNERS = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jacob")
@@ -32,8 +32,6 @@ def retrieve(
     text: torch.Tensor,
     context: int,
     names: list[str],
-    caches: Caches = CACHES,
-    step_tokens: int = STEP_TOKENS,
 ) -> dict[str, Any]:
     """
     Return the facts that each cache finds.
@@ -44,9 +42,7 @@ def retrieve(
         start: [1, tokens], what every prompt begins with; may be empty.
         text: [1, tokens], at least `context`.
         context: tokens, questions and answers included.
-        names: keys of `caches`, the reference first.
-        caches: how each is made.
-        step_tokens: of questions and answers, at once.
+        names: keys of `CACHES`, the reference first.
     """
 
     def ids(form: str, owner: str, key: str) -> torch.Tensor:
@@ -69,8 +65,8 @@ def retrieve(
     prefill(model, prefilled, prompt, PREFILL_CHUNK)
     found = {}
     for name in names:
-        cache = filled(caches[name](model.config), prefilled)
-        steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in follows.split(step_tokens, 1)]
+        cache = filled(CACHES[name](model.config), prefilled)
+        steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in follows.split(STEP_TOKENS, 1)]
         likely, place, right = torch.cat(steps), 0, []
         for (question, answer), (owner, _) in zip(exam, asked, strict=True):
             place += question.shape[1]

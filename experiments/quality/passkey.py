@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common.decoding import prefill
-from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
+from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, filled
 from hf_hybrid_cache.cache_argument import cache_argument
 
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
@@ -79,8 +79,6 @@ def retrieve(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
     names: list[str],
-    caches: Caches = CACHES,
-    step_tokens: int = STEP_TOKENS,
 ) -> list[dict[str, Any]]:
     """
     Return the answer of each cache to each prompt, up to its first wrong token.
@@ -91,17 +89,15 @@ def retrieve(
         model: of any decoder architecture with full attention.
         tokenizer: of the model.
         prompts: from `make_prompts`.
-        names: keys of `caches`, the reference first.
-        caches: how each is made.
-        step_tokens: of question and answer, at once.
+        names: keys of `CACHES`, the reference first.
     """
     outcomes = []
     for prompt, prefilled in _prefilled(model, prompts):
         expected = prompt.answer[0].tolist()
         answers: dict[str, list[int]] = {}
         for name in names:
-            cache = filled(caches[name](model.config), prefilled)
-            answers[name] = likely_answer(model, cache, prompt, step_tokens)
+            cache = filled(CACHES[name](model.config), prefilled)
+            answers[name] = likely_answer(model, cache, prompt)
             if answers[REFERENCE] != expected:
                 break
         outcomes.append(
@@ -130,10 +126,10 @@ def cell(context: int, outcomes: list[dict[str, Any]], names: list[str]) -> dict
 
 
 @torch.inference_mode()
-def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tokens: int = STEP_TOKENS) -> list[int]:
+def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt) -> list[int]:
     """Return the greedy answer up to its first wrong token, by one pass over the expected one."""
     tokens = torch.cat([prompt.question, prompt.answer[:, :-1]], dim=1)
-    steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in tokens.split(step_tokens, dim=1)]
+    steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in tokens.split(STEP_TOKENS, dim=1)]
     expected = prompt.answer[0]
     likely = torch.cat(steps)[-len(expected) :]
     wrong = (likely != expected).nonzero()

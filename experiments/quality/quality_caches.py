@@ -71,7 +71,6 @@ def tiny_turboquant_cache(config: PreTrainedConfig, key_bits: int, value_bits: i
     return import_module("tiny_turboquant").TinyKVCache(key_bits=key_bits, value_bits=value_bits)
 
 
-Caches = Mapping[str, Callable[[PreTrainedConfig], Cache]]
 CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
     REFERENCE: lambda config: DynamicCache(config=config),
     "ours-8": partial(our_cache, bits=8),

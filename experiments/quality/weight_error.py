@@ -29,7 +29,7 @@ from transformers.utils import logging
 from experiments.common import records
 from experiments.common.texts import TEXTS, english_ids
 from hf_hybrid_cache import quantize_weights
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.models import load
 from hf_hybrid_cache.models.random_weights import random_llama
 

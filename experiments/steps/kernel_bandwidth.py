@@ -25,7 +25,7 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import decode_states, llama_1b_config, random_states
 from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels, uses_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels, uses_integer_kernels
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BITS = {"int8": 8, "int4": 4, "int2": 2}

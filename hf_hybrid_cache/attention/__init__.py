@@ -3,13 +3,10 @@
 from .handles import StaleHandleError, handles_of, observed
 from .host_attention import MAX_QUERIES, compile_kernels
 from .quantized_attention import QuantizedAttention, has_quantized_kernel
-from .selection import KeyIndex, LayerSelection
 from .stored_attention import StoredAttention
 
 __all__ = [
     "MAX_QUERIES",
-    "KeyIndex",
-    "LayerSelection",
     "QuantizedAttention",
     "StaleHandleError",
     "StoredAttention",

@@ -21,7 +21,6 @@ from ..graph_breaks import outside_of_graphs
 from ..storage import AnyStore, Chunk, Pair
 from .quantized_attention import QuantizedAttention
 from .queries import Queries
-from .selection import LayerSelection
 from .stored_attention import StoredAttention
 
 _View = Callable[[torch.Tensor], torch.Tensor]
@@ -38,7 +37,6 @@ class LayerView:
     Args:
         store: of the layer.
         attention: that the handles stand for.
-        selection: lets attention skip pages; `None` to read all.
         chunk: the last tokens as they came, if they are attended to in full precision.
     """
 
@@ -46,11 +44,9 @@ class LayerView:
         self,
         store: AnyStore,
         attention: StoredAttention | QuantizedAttention,
-        selection: LayerSelection | None = None,
         chunk: Chunk | None = None,
     ):
-        self.attention, self.selection, self.chunk = attention, selection, chunk
-        self.shape = store.shape
+        self.attention, self.chunk, self.shape = attention, chunk, store.shape
         self._store, self._version = store, store.version
         self._states: Pair | None = None
 
@@ -152,11 +148,10 @@ class KVHandle(torch.Tensor):
 def handles_of(
     store: AnyStore,
     attention: StoredAttention | QuantizedAttention,
-    selection: LayerSelection | None = None,
     chunk: Chunk | None = None,
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
-    layer, shape = LayerView(store, attention, selection, chunk), store.shape
+    layer, shape = LayerView(store, attention, chunk), store.shape
     batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_tokens
     return (
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
@@ -208,7 +203,7 @@ def _attend(
         is_prompt = attn_mask is None and length == tokens
         if not is_prompt or (chunk is None and not layer.attention.takes_prompts(store)):
             return None
-    queries = Queries(query, query_heads // states.num_kv_heads, scale, attn_mask, layer.selection, is_causal)
+    queries = Queries(query, query_heads // states.num_kv_heads, scale, attn_mask, is_causal)
     with as_written(query.device):
         return layer.attention(queries, store, chunk)
 

@@ -12,9 +12,7 @@ import torch
 
 from ..codecs import folded_codecs
 from ..kernels import (
-    IndexedBlocks,
     QuantizedBlocks,
-    Query,
     Shape,
     Strided,
     Workspace,
@@ -79,18 +77,17 @@ class KernelThread:
 
 
 class Blocks(NamedTuple):
-    """Tokens in host memory as kernels read them, see `Workspace.attend`; few queries read a part of those indexed."""
+    """Tokens in host memory as kernels read them, see `Workspace.attend`."""
 
     keys: np.ndarray
     values: np.ndarray
     num_tokens: int
     value_dim: int
     quantized: QuantizedBlocks | None = None
-    indexed: IndexedBlocks | None = None
 
 
 class _Workspace(NamedTuple):
-    """A workspace of the kernel for few queries, and its results, `[batch, num_kv_heads, group, query_length, ...]`."""
+    """A workspace of the kernel for few queries, and its results, `[batch, query_heads, query_length, ...]`."""
 
     kernel: Workspace
     out: torch.Tensor
@@ -116,7 +113,7 @@ class HostAttention:
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
         if query.is_cpu and (are_few or has_kernel_for_many(store.shape)):
-            return self._attend_to_blocks(queries, blocks_of(store, queries))
+            return self._attend_to_blocks(queries, blocks_of(store))
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
         store.wait_for_copies()
@@ -133,10 +130,10 @@ class HostAttention:
         """
         query = queries.states
         if query.shape[2] <= MAX_QUERIES and not queries.are_causal:
-            workspace = self._attend_few(queries, self._arrays_of(queries), blocks_of(store, queries, num_elsewhere))
-            return PartialAttention(workspace.out.flatten(1, 2), workspace.lse.flatten(1, 2))
+            workspace = self._attend_few(queries, self._arrays_of(queries), blocks_of(store, num_elsewhere))
+            return PartialAttention(workspace.out, workspace.lse)
         if query.is_cpu and has_kernel_for_many(store.shape):
-            blocks = blocks_of(store, queries)
+            blocks = blocks_of(store)
             return self._attend_many(queries, self._seen_by(queries, blocks), blocks, torch.float32)
         store.wait_for_copies()
         return attend_in_pieces(queries, store, first_of_chunk)
@@ -193,7 +190,6 @@ class HostAttention:
         """
         arrays, value_dim = chunk.dense.arrays(), store.shape.value_dim
         if not chunk.tokens_before:
-            queries = queries._replace(selection=None)
             return self._attend_to_blocks(queries, Blocks(*arrays, chunk.num_tokens, value_dim))
         codes, dense = blocks_of(store), Blocks(*arrays, chunk.dense.num_entries, value_dim)
         # Token `p` after the sinks is entry `p - skipped` of `chunk.dense`; skipped are the blocks quantized before.
@@ -225,7 +221,7 @@ class HostAttention:
 
         def run() -> _Workspace:
             copied.wait()
-            return self._attend_few(on_host, arrays, blocks_of(store, queries, num_elsewhere))
+            return self._attend_few(on_host, arrays, blocks_of(store, num_elsewhere))
 
         return run
 
@@ -243,16 +239,15 @@ class HostAttention:
         self, queries: Queries, mask: MaskArrays, blocks: Blocks, out: torch.Tensor | None = None
     ) -> _Workspace:
         """Attend with at most `MAX_QUERIES` of a head on the CPU; the result is in the workspace, and in `out`."""
-        query, group, scale, _, selection, _ = queries
+        query, group, scale = queries.states, queries.group, queries.scale
         batch, query_heads, length, head_dim = query.shape
         workspace = self._workspace(Shape(batch, query_heads // group, group, length, head_dim, blocks.value_dim))
-        kernel, (visible, bias), indexed = workspace.kernel, mask, blocks.indexed
+        visible, bias = mask
         query = _as_read(query)
-        sequence_stride, head_stride, query_stride, _ = query.stride()
-        written = out.data_ptr() if out is not None and out.dtype == query.dtype else 0
+        target = out if out is not None and out.dtype == query.dtype else None
         start = time.perf_counter()
-        kernel.attend(
-            Query(query.data_ptr(), (sequence_stride, head_stride, query_stride), query.dtype == torch.bfloat16),
+        workspace.kernel.attend(
+            _strided(query),
             blocks.keys,
             blocks.values,
             blocks.num_tokens,
@@ -260,18 +255,12 @@ class HostAttention:
             visible=visible,
             bias=bias,
             quantized=blocks.quantized,
-            indexed=indexed,
-            top_p=1.0 if selection is None else selection.top_p,
-            most=1.0 if selection is None else selection.most,
-            written=written,
+            out=None if target is None else _strided(target),
         )
-        if out is not None and not written:
-            out.copy_(workspace.out.flatten(1, 2))
+        if out is not target:
+            assert out is not None
+            out.copy_(workspace.out)
         self._stats.kernel_seconds += time.perf_counter() - start
-        if selection is not None:
-            heads = kernel.shape.heads
-            skipped = 0 if indexed is None else indexed.num_blocks * GRANULE * heads - kernel.tokens_read
-            selection.note(blocks.num_tokens * heads, skipped, has_rated=indexed is not None)
         return workspace
 
     def _attend_many(self, queries: Queries, seen: SeenTokens, blocks: Blocks, dtype: torch.dtype) -> PartialAttention:
@@ -287,7 +276,6 @@ class HostAttention:
         attend_many(
             _strided(query),
             _strided(out),
-            partial == torch.bfloat16,
             lse.numpy(),
             blocks.keys,
             blocks.values,
@@ -306,11 +294,8 @@ class HostAttention:
     def _workspace(self, shape: Shape) -> _Workspace:
         if shape not in self._workspaces:
             kernel = Workspace(shape)
-            rows, groups = (shape.batch, shape.num_kv_heads), (shape.group, shape.query_length)
             with torch.inference_mode(False):
                 out, lse = torch.from_numpy(kernel.out), torch.from_numpy(kernel.lse)
-                out = out[:, : shape.rows, : shape.value_dim].unflatten(0, rows).unflatten(2, groups)
-                lse = lse[:, : shape.rows].unflatten(0, rows).unflatten(2, groups)
             self._workspaces[shape] = _Workspace(kernel, out, lse)
             if len(self._workspaces) > _MAX_WORKSPACES:
                 self._workspaces.popitem(last=False)
@@ -318,14 +303,11 @@ class HostAttention:
         return self._workspaces[shape]
 
 
-def blocks_of(store: Store, queries: Queries | None = None, num_elsewhere: int = 0) -> Blocks:
+def blocks_of(store: Store, num_elsewhere: int = 0) -> Blocks:
     """Return the tokens of a store in host memory, once all are there, without some that are attended to elsewhere."""
     store.wait_until_stored()
     dense, packed = store.dense, store.packed
     assert isinstance(dense, HostBlocks)
-    indexed = None
-    if queries is not None and queries.selection is not None:
-        indexed = queries.selection.indexed(store, queries.group * queries.states.shape[2])
     num_blocks = 0 if packed is None else packed.num_entries - num_elsewhere // GRANULE
     quantized = None
     if num_blocks:
@@ -342,7 +324,7 @@ def blocks_of(store: Store, queries: Queries | None = None, num_elsewhere: int =
             None if values.channel_scaling is None else values.channel_scaling.inverse_array,
         )
     num_tokens = store.middle_tokens - num_elsewhere
-    return Blocks(*dense.arrays(), num_tokens, store.shape.value_dim, quantized, indexed)
+    return Blocks(*dense.arrays(), num_tokens, store.shape.value_dim, quantized)
 
 
 def _as_read(query: torch.Tensor) -> torch.Tensor:
@@ -352,13 +334,13 @@ def _as_read(query: torch.Tensor) -> torch.Tensor:
 
 
 def _strided(states: torch.Tensor) -> Strided:
-    sequence, head, token, _ = (stride * states.element_size() for stride in states.stride())
-    return Strided(states.data_ptr(), (sequence, head, token))
+    (sequence, head, token, _), size = states.stride(), states.element_size()
+    return Strided(states.data_ptr(), sequence * size, head * size, token * size, states.dtype == torch.bfloat16)
 
 
 def _on_device(result: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Copy a kernel's result to the device, `[batch, query_heads, ...]`, as `dtype`."""
+    """Copy a kernel's result to the device, as `dtype`."""
     is_locked = can_page_lock(device.type)
     on_host = torch.empty(result.shape, dtype=dtype, pin_memory=is_locked)
     on_host.copy_(result)
-    return on_host.flatten(1, 2).to(device, non_blocking=is_locked)
+    return on_host.to(device, non_blocking=is_locked)

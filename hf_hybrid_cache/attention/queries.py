@@ -6,8 +6,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from .selection import LayerSelection
-
 Made = TypeVar("Made")
 # Which tokens are seen, and what is added to the scores; at least one is `None`.
 MaskArrays = tuple[np.ndarray | None, np.ndarray | None]
@@ -23,7 +21,6 @@ class Queries(NamedTuple):
         scale: of the scores; `None` for `head_dim ** -0.5`.
         mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length, tokens]`
             of the tokens that they attend to, where any of the first three may be 1.
-        selection: lets few of them skip pages; `None` to read all.
         are_causal: they are the last tokens of the sequence, and each sees the tokens before it and itself.
     """
 
@@ -31,7 +28,6 @@ class Queries(NamedTuple):
     group: int
     scale: float | None
     mask: torch.Tensor | None = None
-    selection: LayerSelection | None = None
     are_causal: bool = False
 
     def rows(self) -> torch.Tensor:

@@ -81,9 +81,9 @@ class StoredAttention:
             and has_kernel_for_many(store.shape)
         )
 
-    def prepare(self, element: np.dtype, is_quantized: bool, is_selected: bool) -> None:
-        """Compile the kernel for blocks of `element`, quantized blocks and selected pages ahead of its first use."""
-        compile_in_background(element, is_quantized, is_selected)
+    def prepare(self, element: np.dtype, is_quantized: bool) -> None:
+        """Compile the kernel for blocks of `element`, and for quantized blocks, ahead of its first use."""
+        compile_in_background(element, is_quantized)
 
     def __call__(self, queries: Queries, store: AnyStore, chunk: Chunk | None = None) -> torch.Tensor:
         """
@@ -134,7 +134,7 @@ class StoredAttention:
         (Juravsky et al., 2024, https://arxiv.org/abs/2402.05099).
         """
         shared, continuations, length = store.prefix.num_tokens, store.continuations, queries.states.shape[2]
-        of_tails = queries.of_tokens((shared, store.num_tokens))._replace(selection=None)
+        of_tails = queries.of_tokens((shared, store.num_tokens))
         of_prefix = queries.of_tokens((0, shared))
         of_prefix = of_prefix._replace(
             states=folded(queries.states, continuations),
@@ -199,8 +199,6 @@ def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list
         parts.append(partial(attend_to_states, middle.of_tokens((start, end)), store.read_staged))
         middle = middle.of_tokens((0, start), (end, on_host))
     if end - start < on_host:
-        if store.is_staged:
-            middle = middle._replace(selection=None)
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
         first_of_chunk = max(0, min(last, num_tokens - length) - first)

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedConfig
 
 from ..codecs import minmax
-from ..layers import Placement, Selection
+from ..layers import Placement
 from ..processes import Peers
 from .hybrid_cache import HybridCache
 
@@ -30,7 +30,6 @@ class DynamicHybridCache(HybridCache):
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True`, `False` or `None` (if the model is on the CPU).
         group: processes that keep a shard each, see `HybridCache`.
-        selection: lets attention on the CPU skip pages, see `Selection`; `None` to read all.
         offloading: `False`, see `HybridCache`.
 
     Example:
@@ -44,11 +43,10 @@ class DynamicHybridCache(HybridCache):
         max_length: int | None = None,
         cpu_decode: bool | None = None,
         group: "ProcessGroup | None" = None,
-        selection: Selection | None = None,
         offloading: bool = False,
     ):
         _require_all_layers(cpu_decode)
-        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, None, group, selection, offloading)
+        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, None, group, offloading)
 
 
 class OffloadedHybridCache(HybridCache):
@@ -66,7 +64,6 @@ class OffloadedHybridCache(HybridCache):
             streamed, or `"auto"`, which finds the fraction while decoding.
         device_tokens: tokens of each layer that are on the device, at most: the first and the most recent ones. The
             device attends to them, with `cpu_decode` while the CPU attends to the others. 0 for none.
-        selection: lets attention on the CPU skip pages, see `Selection`; `None` to read all.
         offloading: `False`, see `HybridCache`.
 
     Example:
@@ -81,12 +78,11 @@ class OffloadedHybridCache(HybridCache):
         resident_layers: int = 0,
         cpu_decode: CpuDecode = None,
         device_tokens: int = 0,
-        selection: Selection | None = None,
         offloading: bool = False,
     ):
         fraction, adapts = _fraction_of(cpu_decode)
         placement = Placement(True, prefetch_layers, resident_layers, None, fraction, device_tokens, adapts)
-        super().__init__(config, placement, selection=selection, offloading=offloading)
+        super().__init__(config, placement, offloading=offloading)
 
 
 class QuantizedHybridCache(HybridCache):
@@ -108,7 +104,6 @@ class QuantizedHybridCache(HybridCache):
         device_tokens: with `offload` or `cpu_decode`, tokens of each layer that are on the device in full precision, at
             most: the first and the most recent ones. 0 for none.
         group: processes that keep a shard each, see `HybridCache`.
-        selection: lets attention on the CPU skip pages, see `Selection`; `None` to read all.
         offloading: leave it out; a model that passes it makes a cross-attention cache of this class by itself.
 
     Raises:
@@ -129,7 +124,6 @@ class QuantizedHybridCache(HybridCache):
         cpu_decode: CpuDecode = None,
         device_tokens: int = 0,
         group: "ProcessGroup | None" = None,
-        selection: Selection | None = None,
         offloading: bool | None = None,
     ):
         if offloading is not None:
@@ -140,7 +134,7 @@ class QuantizedHybridCache(HybridCache):
         codec = {key: minmax(each) for key, each in bits.items()} if isinstance(bits, Mapping) else minmax(bits)
         fraction, adapts = _fraction_of(cpu_decode)
         placement = Placement(offload, cpu_decode=fraction, device_tokens=device_tokens, adapts=adapts)
-        super().__init__(config, placement, max_length, codec, group, selection)
+        super().__init__(config, placement, max_length, codec, group)
 
 
 class SameLogits(LogitsProcessor):

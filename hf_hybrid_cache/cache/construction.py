@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import CACHE_ARGUMENT
-from ..layers import HybridLayer, LayerStores, Placement, Selection, checked_count
+from ..layers import HybridLayer, LayerStores, Placement, checked_count
 from ..processes import Peers
 from ..scalars import as_integer
 from ..storage import InitialCapacity, KVCodec, can_page_lock
@@ -28,16 +28,14 @@ def new_contents(
     max_length: int | None,
     codec: KVCodec | Mapping[int, KVCodec] | None,
     peers: Peers | None,
-    selection: Selection | None,
 ) -> Contents:
     """Make the layers of a cache; see `HybridCache` for the arguments, and for the errors."""
     _require_instance("placement", placement, Placement, "Placement(offload=True)")
-    _require_instance("selection", selection, Selection, "Selection(top_p=0.995)")
     for each in codec.values() if isinstance(codec, Mapping) else [codec]:
         _require_instance("codec", each, KVCodec, "minmax(4)")
     if max_length is not None:
         max_length = checked_count("max_length", max_length)
-    placement = _checked_placement(placement or Placement(), peers, selection)
+    placement = _checked_placement(placement or Placement(), peers)
     text_config = config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     # For encoder-decoder models with different numbers of layers, transformers makes the encoder's number.
@@ -49,15 +47,13 @@ def new_contents(
         for index, each in given.items()
         if each is not None
     }
-    dense_layers = () if selection is None else selection.dense_layers
-    named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
-    for argument, indices in named.items():
+    for argument, indices in {"cpu_decode": placement.cpu_layers, "codec": codecs}.items():
         if unknown := sorted(set(indices).difference(ours)):
             raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
     if not ours:
         _warn_of_nothing_to_do(text_config, layers)
     capacity = InitialCapacity.expecting(max_length, getattr(text_config, "max_position_embeddings", None))
-    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers, selection)
+    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers)
     for ordinal, index in enumerate(ours):
         layers[index] = HybridLayer(index, ordinal, stores)
     return Contents(layers, stores)
@@ -84,31 +80,20 @@ def _kind_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def _checked_placement(placement: Placement, peers: Peers | None, selection: Selection | None) -> Placement:
-    """Return the placement; for shards, and for page selection, with attention on the CPU."""
+def _checked_placement(placement: Placement, peers: Peers | None) -> Placement:
+    """Return the placement; for shards with attention on the CPU."""
     if peers is not None and (placement.offload or placement.device_tokens or placement.cpu_decode not in (None, True)):
         raise ValueError(
             "With group= all layers are kept in host memory and attended to there: leave out offload, device_tokens, "
             "and cpu_decode unless it is True."
         )
-    if selection is not None:
-        if peers is not None:
-            raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
-        if placement.cpu_decode is False:
-            raise ValueError("selection= is for attention on the CPU: leave out cpu_decode=False.")
-        if placement.cpu_fraction is not None:
-            raise ValueError(
-                "selection= is for attention on the CPU to all tokens in host memory, and with a share some are "
-                "streamed: use cpu_decode=True."
-            )
     accelerator = torch.accelerator.current_accelerator()
     if placement.pin_memory and (accelerator is None or not can_page_lock(accelerator.type)):
         raise ValueError(
             "pin_memory=True needs CUDA, or another accelerator for which torch page-locks memory, which is not "
             "available here. Use pin_memory=None to decide by device."
         )
-    is_for_cpu = peers is not None or selection is not None
-    return replace(placement, cpu_decode=True) if is_for_cpu and not placement.cpu_decode else placement
+    return placement if peers is None or placement.cpu_decode else replace(placement, cpu_decode=True)
 
 
 def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -> None:

@@ -17,7 +17,6 @@ from ..layers import (
     HybridLayer,
     NoCheckpointError,
     Placement,
-    Selection,
     batch_of,
     checked_removal,
     follow,
@@ -56,7 +55,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             precision. `None` quantizes none.
         group: of processes that run the model in step (`torch.distributed`): each keeps a shard of the blocks in its
             host memory and attends to it there; partial results are merged once a layer.
-        selection: lets attention on the CPU skip pages, see `Selection`; `None` to read all.
         offloading: `False`; models that make a cross-attention cache of this class themselves pass it (T5Gemma).
 
     Raises:
@@ -71,14 +69,13 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         max_length: int | None = None,
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
         group: "ProcessGroup | None" = None,
-        selection: Selection | None = None,
         offloading: bool = False,
     ):
         require_config(config)
         if offloading:
             raise ValueError("offloading=True is of transformers' own caches: use OffloadedHybridCache(config).")
         peers = None if group is None else Peers(group)
-        self._contents = new_contents(config, placement, max_length, codec, peers, selection)
+        self._contents = new_contents(config, placement, max_length, codec, peers)
         self._stores, ours = self._contents.stores, self._contents.ours
         self._first, self._last = (ours[0].layer_idx, ours[-1].layer_idx) if ours else (-1, -1)
         self._passes = ForwardPasses(self._contents)
@@ -195,7 +192,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         verify: bool = True,
         dtype: torch.dtype | None = None,
         group: "ProcessGroup | None" = None,
-        selection: Selection | None = None,
     ) -> "HybridCache":
         """
         The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
@@ -216,7 +212,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
                 converted to it where nothing is lost, or where it is asked for here.
             group: processes that keep a share each, as many as there are now: all load the same file, and with
                 `verify=False` each reads only its share.
-            selection: what attention may leave out, see `HybridCache`; it is not kept in files.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
@@ -235,10 +230,9 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             # Shares are in host memory, wherever the saved cache was.
             placement = placement or (saved.placement if group is None else Placement())
             try:
-                cache = HybridCache(config, placement, saved.max_length, file.codecs, group, selection)
+                cache = HybridCache(config, placement, saved.max_length, file.codecs, group)
             except ValueError as error:
-                advice = "Leave out selection=." if selection is not None else "Pass placement=Placement(...)."
-                raise CacheFileError(path, f"cannot be loaded: {error} {advice}") from error
+                raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
             known = config.get_text_config(decoder=True).dtype
             converted_to = conversion(file, dtype, known if isinstance(known, torch.dtype) else None, mmap)
             cache._take(file, converted_to, device, mmap, verify)
@@ -315,11 +309,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     def group(self) -> "ProcessGroup | None":
         """The group of processes that keep a share each; `None` where there is one process."""
         return None if self._stores.peers is None else self._stores.peers.group
-
-    @property
-    def selection(self) -> Selection | None:
-        """The page selection of attention on the CPU; `stats.share_read` tells how much it reads."""
-        return self._stores.selection
 
     @property
     def stats(self) -> CacheStats:
@@ -690,7 +679,7 @@ def fill_from_file(
     Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
 
     Args:
-        cache: whose placement, selection, group and other options hold, whatever those of the saved one were.
+        cache: whose placement, group and other options hold, whatever those of the saved one were.
         path: of the file.
         config: of the model.
         device: of the model.

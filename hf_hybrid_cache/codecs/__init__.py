@@ -2,10 +2,9 @@
 
 from .channel_scaling import ChannelScaling
 from .description import describe, described_codec, is_form_of, weights_of
-from .folding import folded_codecs, is_foldable, map_to_states
-from .minmax import MinMaxCodec, Rotate, minmax
-from .precision import as_written
+from .minmax import MinMaxCodec, Rotate, folded_codecs, is_foldable, map_to_states, minmax
 from .quanto import quanto
+from .torch_quantization import as_written
 
 __all__ = [
     "ChannelScaling",

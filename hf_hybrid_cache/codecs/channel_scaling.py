@@ -56,12 +56,6 @@ class ChannelScaling:
         weights = self.weights.double()
         return (torch.linalg.inv(weights) if self.is_matrix else 1 / weights).float().contiguous()
 
-    @property
-    def array(self) -> np.ndarray:
-        """`weights`, for a kernel."""
-        array: np.ndarray = self.weights.numpy()
-        return array
-
     @cached_property
     def inverse_array(self) -> np.ndarray:
         """`inverse`, for a kernel."""
@@ -114,8 +108,9 @@ def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> 
         float32 `[num_kv_heads, head_dim]`, at most 1.
     """
     blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, _BLOCK))
-    variances, means = torch.var_mean(blocks, dim=3, correction=0)
-    squares, mean_squares = variances.mean(dim=(0, 2)), means.square().mean(dim=(0, 2))
+    # `torch.var_mean` takes fifteen times as long along an axis that is not contiguous.
+    mean_squares = blocks.mean(dim=3).square().mean(dim=(0, 2))
+    squares = (blocks.square().mean(dim=(0, 2, 3)) - mean_squares).clamp_min(0)
     # A low that is far from zero is rounded, which widens the range.
     squares = _shares(squares + _ROUNDED_SHARE * mean_squares)
     if query_squares is None:

@@ -9,8 +9,7 @@ from ..kernels import BITS, CHUNK, PackedLayout, dequantize_blocks, quantize_blo
 from ..scalars import as_integer
 from ..storage import GRANULE, Codec, KVCodec, kernel_array
 from .channel_scaling import ChannelScaling, factors_for_keys, rotation_matrix_for_values
-from .precision import as_written
-from .torch_quantization import dequantize_by_torch, quantize_by_torch
+from .torch_quantization import as_written, dequantize_by_torch, quantize_by_torch, rotated
 
 Rotate = bool | Literal["auto"]
 
@@ -95,53 +94,93 @@ class MinMaxCodec(Codec):
             self.channel_scaling.require_fit(num_kv_heads, head_dim)
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, head_dim = states.shape
+        layout, channel_scaling, factors = self.layout(head_dim), self.channel_scaling, None
         with as_written(states.device):
-            return self._encoded(states)
+            on_cpu = states.device.type == "cpu"
+            if channel_scaling is not None and on_cpu and not channel_scaling.is_matrix:
+                factors = channel_scaling.weights.numpy()
+            elif channel_scaling is not None:
+                states = channel_scaling.applied(states.detach())
+            if not on_cpu:
+                return quantize_by_torch(states, layout, self._share)
+            packed = torch.from_numpy(quantize_blocks(kernel_array(states.detach()), layout, self._share, factors))
+            return packed.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
 
     def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
         with as_written(states.device):
-            self._decode(packed, states)
-
-    def _encoded(self, states: torch.Tensor) -> torch.Tensor:
-        batch, heads, _, head_dim = states.shape
-        layout, factors, channel_scaling = self.layout(head_dim), None, self.channel_scaling
-        on_cpu = states.device.type == "cpu"
-        if channel_scaling is not None and on_cpu and not channel_scaling.is_matrix:
-            factors = channel_scaling.array
-        elif channel_scaling is not None:
-            states = channel_scaling.applied(states.detach())
-        if on_cpu:
-            packed = torch.from_numpy(quantize_blocks(kernel_array(states.detach()), layout, self._share, factors))
-            return packed.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
-        return quantize_by_torch(states, layout, self._share)
-
-    def _decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
-        batch, heads, blocks, _ = packed.shape
-        layout, channel_scaling = self.layout(states.shape[3]), self.channel_scaling
-        if states.device.type == "cpu":
-            rows = packed.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
-            is_mixed = channel_scaling is not None and channel_scaling.is_matrix
-            factors = None if channel_scaling is None or is_mixed else channel_scaling.inverse_array
-            if states.dtype in (torch.float32, torch.bfloat16) and not is_mixed:
-                dequantize_blocks(rows, layout, kernel_array(states), factors)
+            if states.device.type == "cpu":
+                self._decode_by_kernel(packed, states)
                 return
+            batch, heads, blocks, _ = packed.shape
+            layout, channel_scaling = self.layout(states.shape[3]), self.channel_scaling
+            block_bytes = 4 * batch * heads * layout.inner * layout.lanes
+            step = max(1, _PIECE_BYTES // max(1, block_bytes))
+            for start in range(0, blocks, step):
+                numbers = dequantize_by_torch(packed[:, :, start : start + step], layout)
+                numbers = numbers if channel_scaling is None else channel_scaling.undone(numbers)
+                states[:, :, start * GRANULE : (start + step) * GRANULE] = numbers
+
+    def _decode_by_kernel(self, packed: torch.Tensor, states: torch.Tensor) -> None:
+        layout, channel_scaling = self.layout(states.shape[3]), self.channel_scaling
+        rows = packed.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
+        if channel_scaling is not None and channel_scaling.is_matrix:
+            numbers = torch.empty(states.shape)
+            dequantize_blocks(rows, layout, numbers.numpy())
+            states.copy_(channel_scaling.undone(numbers))
+            return
+        factors = None if channel_scaling is None else channel_scaling.inverse_array
+        if states.dtype in (torch.float32, torch.bfloat16):
+            dequantize_blocks(rows, layout, kernel_array(states), factors)
+        else:
             numbers = torch.empty(states.shape)
             dequantize_blocks(rows, layout, numbers.numpy(), factors)
-            states.copy_(channel_scaling.undone(numbers) if channel_scaling is not None and is_mixed else numbers)
-            return
-        block_bytes = 4 * batch * heads * layout.inner * layout.lanes
-        step = max(1, _PIECE_BYTES // max(1, block_bytes))
-        for start in range(0, blocks, step):
-            piece = packed[:, :, start : start + step]
-            numbers = dequantize_by_torch(piece, layout)
-            numbers = numbers if channel_scaling is None else channel_scaling.undone(numbers)
-            states[:, :, start * GRANULE : (start + step) * GRANULE] = numbers
+            states.copy_(numbers)
 
 
 def minmax_codecs(codec: KVCodec) -> tuple[MinMaxCodec, MinMaxCodec] | None:
     """Return the codecs of keys and values if both are of this form."""
     keys, values = codec.keys, codec.values
     return (keys, values) if isinstance(keys, MinMaxCodec) and isinstance(values, MinMaxCodec) else None
+
+
+def is_foldable(codec: KVCodec) -> bool:
+    """Whether kernels attend to blocks that are quantized like this."""
+    both = minmax_codecs(codec)
+    if both is None:
+        return False
+    keys, values = both
+    # Scales of channels fold into the query, scales of tokens into the weights.
+    return (
+        keys.per_channel
+        and not values.per_channel
+        and (keys.channel_scaling is None or not keys.channel_scaling.is_matrix)
+        and (values.channel_scaling is None or values.channel_scaling.is_matrix)
+    )
+
+
+def folded_codecs(codec: KVCodec) -> tuple[MinMaxCodec, MinMaxCodec]:
+    """Return the codecs of keys and values of a codec that `is_foldable`."""
+    both = minmax_codecs(codec)
+    assert both is not None
+    return both
+
+
+def map_to_states(codec: MinMaxCodec, head_dim: int) -> torch.Tensor | None:
+    """
+    Return the matrices that turn dequantized numbers into states: rotation and channel scaling undone.
+
+    Returns:
+        float32 `[num_kv_heads, head_dim, head_dim]`, or `[1, head_dim, head_dim]` if it is one for all heads; row
+        vectors are multiplied by it; `None` if the numbers are the states.
+    """
+    layout = codec.layout(head_dim)
+    if layout.rotation == 1 and codec.channel_scaling is None:
+        return None
+    plain = torch.eye(head_dim).expand(1, 1, -1, -1)
+    with as_written(plain.device):
+        turned = rotated(plain, layout)
+        return turned[0] if codec.channel_scaling is None else codec.channel_scaling.undone(turned)[0]
 
 
 def minmax(

@@ -3,7 +3,9 @@
 import copy
 import inspect
 import weakref
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..cache import HybridCache
 from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from ..custom_generate import arguments_kept_back, loop_of
-from ..weights import Width, chosen_experts_if_any
+from ..scalars import checked_bool
+from ..weights import Width, use_chosen_experts_if_any
 from .moving import HOST, HostCopies, MovableWeights, PhaseSwitch, copy_to_host, digest_of_weights, on_device
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -81,8 +84,7 @@ class DecodeOnCPU:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", Width.checked(self.weights, name="weights").bits)
-        if not isinstance(self.keep_weights, bool):
-            raise TypeError(f"keep_weights must be True or False, got {self.keep_weights!r}.")
+        checked_bool("keep_weights", self.keep_weights)
 
     def __call__(
         self,
@@ -120,15 +122,14 @@ class DecodeOnCPU:
         }
 
         dtype = None if self.dtype == model.dtype else self.dtype
-        if model.device.type == "cpu" and dtype is None and self.weights is None:
-            with chosen_experts_if_any(model):
-                output = loop(model, **inputs)
-        else:
+        run = partial(loop, model, **inputs)
+        if model.device.type != "cpu" or dtype is not None or self.weights is not None:
             _require_movable(model)
             weights = MovableWeights(model, self._copies(model, dtype))
-            switch = PhaseSwitch(model, cache, weights, dtype, prompt_length)
-            with chosen_experts_if_any(model):
-                output = switch.run(loop, inputs)
+            run = partial(PhaseSwitch(model, cache, weights, dtype, prompt_length).run, loop, inputs)
+        with ExitStack() as undo:
+            use_chosen_experts_if_any(model, undo)
+            output = run()
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
         known = sequences if generation_config.num_beams == 1 else input_ids

@@ -184,8 +184,9 @@ def copy_to_host(model: PreTrainedModel, dtype: torch.dtype | None, width: Width
             copies.data.append(original.to(target))
             copies.originals.append(original if loses or is_in_host else copies.data[-1])
             if width is not None and name in covered:
+                each, of_codes = covered[name], dtype_of(name, tensor)
                 try:
-                    copies.codes[name] = covered[name].quantized(original.to(dtype_of(name, tensor)), width)
+                    copies.codes[name] = each.quantized(each.as_stack(original.to(of_codes)), of_codes, width)
                 except ValueError as error:
                     raise ValueError(f"{name} {error}. Use weights=None.") from None
             bar.update()

@@ -1,13 +1,18 @@
-"""Attention to a layer's tokens in parts, and the parts merged: the launches of the kernels."""
+"""Attention to a layer's tokens in parts, and the parts merged: launches of the kernels, where Triton runs any."""
 
+import importlib.util
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import PackedLayout
-from .placing import on_device
 
+# From this capability on, devices of NVIDIA multiply bfloat16.
+_LEAST_CAPABILITY = (8, 0)
 # Programs for each of a device's processors, so that some read while others compute.
 _PROGRAMS_EACH = 4
 # With larger tiles a program takes more memory than its threads can share on desktop GPUs (99 KiB).
@@ -50,6 +55,56 @@ class Splits(NamedTuple):
     lse: torch.Tensor
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for `device` here, or interprets them for any (`TRITON_INTERPRET=1`)."""
+    if not _is_installed():
+        return False
+    return _is_interpreted() or (device.type == "cuda" and _compiles_for(device))
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton was told to interpret kernels, which is for tests, and slow."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _compiles_for(device: torch.device) -> bool:
+    """Whether a first kernel runs: Triton needs, besides itself, a compiler of C, and a device that it knows."""
+    try:
+        if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+            return False
+        _run_first_kernel(device)
+    except Exception as error:  # any error of torch, Triton, the C compiler or the driver
+        lines = str(error).splitlines() or [type(error).__name__]
+        warnings.warn(
+            f"Triton is installed, but runs no kernel on {device}: {lines[0]} Quantized keys and values are dequantized"
+            " for each use instead, which is right and slower.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _run_first_kernel(device: torch.device) -> None:
+    from .split_kernels import add_one
+
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    with _on_device(device):
+        add_one[(1,)](number)
+    if number.item() != 1:
+        raise RuntimeError("a kernel that adds one did not.")
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch kernels on `device`, and on its current stream, inside the block: Triton asks for neither."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def attend_in_splits(
     query: torch.Tensor,
     turned: torch.Tensor,
@@ -77,7 +132,7 @@ def attend_in_splits(
     Returns:
         each part's result; all tensors are on one device, on which Triton runs (`runs_on`).
     """
-    from .quantized_attention import attend_kernel, types_of_products
+    from .split_kernels import attend_kernel
 
     batch, heads, num_rows, key_dim = query.shape
     value_dim, num_blocks = values.shape[3], codes.keys.shape[2]
@@ -92,7 +147,7 @@ def attend_in_splits(
     lse = query.new_empty((batch, heads, num_rows, num_splits), dtype=torch.float32)
     kind, seen, mask_strides = _mask_arguments(mask, query)
     of_codes, of_states = types_of_products(query.dtype)
-    with on_device(query.device):
+    with _on_device(query.device):
         attend_kernel[(batch * heads, num_splits, row_tiles)](
             query,
             turned.contiguous(),
@@ -139,12 +194,12 @@ def merged(splits: Splits, result_map: torch.Tensor | None, dtype: torch.dtype) 
     Returns:
         `[batch, num_kv_heads, rows, value_dim]`; zeros where no token is seen.
     """
-    from .merging import merge_kernel
+    from .split_kernels import merge_kernel
 
     batch, heads, num_rows, num_splits, value_dim = splits.outs.shape
     result = splits.outs.new_empty((batch, heads, num_rows, value_dim), dtype=dtype)
     has_one_each = result_map is not None and result_map.shape[0] > 1
-    with on_device(result.device):
+    with _on_device(result.device):
         merge_kernel[(batch * heads * num_rows,)](
             splits.outs,
             splits.lse,
@@ -182,6 +237,20 @@ def shape_arguments(
     # Blocks that are read ahead take memory that threads share, of which numbers of 32 bits take twice as much.
     is_large = max(dims) > 128 and key_layout.bits + value_layout.bits > 12
     return constants, OPTIONS | {"num_stages": 1 if dtype == torch.float32 else 2 if is_large else 3}
+
+
+def types_of_products(dtype: torch.dtype) -> tuple[Any, Any]:
+    """
+    Return the dtypes in which products with codes, and with states of `dtype`, are computed.
+
+    bfloat16 holds a code's number as well as states of bfloat16 are held, and is never too large.
+    """
+    import triton.language as tl
+
+    # The interpreter computes float16 and bfloat16 otherwise than a device does.
+    if dtype not in (torch.float16, torch.bfloat16) or _is_interpreted():
+        return tl.float32, tl.float32
+    return tl.bfloat16, tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
 def _filled(dim: int) -> int:

@@ -18,7 +18,7 @@ from ..layers import HybridLayer, LayerStores
 from ..processes import Agreement
 from .description import CacheDescription
 from .filling import Filling, empty_tensors, read_codecs, targets_of
-from .layers import bytes_of, codec_section, described_layer, index_of, index_section, layer_section, tensor_section
+from .layers import codec_section, described_layer, layer_section, tensor_section
 from .tensor_file import CacheFileError, NewFile, Section, TensorFile
 
 _FORMAT = "hf_hybrid_cache"
@@ -48,8 +48,7 @@ def save_layers(
         )
         metadata = {"format": _FORMAT, "format_version": _VERSION, "cache": description.to_json()}
         sections = [tensor_section("token_ids", ids), *(codec_section(index, stores) for index in stores.codecs)]
-        for of_layer in (layer_section, index_section):
-            sections += [of_layer(index, layer) for index, layer in enumerate(layers)]
+        sections += [layer_section(index, layer) for index, layer in enumerate(layers)]
     except ValueError as error:
         raise CacheFileError(path, f"was not written: {error}") from error
     agreement = Agreement(
@@ -113,26 +112,12 @@ class CacheFile(TensorFile):
                 version = self.description.transformers_version
                 origin = "" if isinstance(layer, HybridLayer) else f"; it was saved with transformers {version}"
                 raise CacheFileError(self.path, f"cannot be loaded: {error}{origin}.") from error
-            self._fill_index(index, layer, mmap, verify)
 
     def _fill_layer(self, index: int, layer: Any, filling: Filling, verify: bool) -> None:
         """Fill a layer; memory that is not its own is given back before the next one."""
         take = filling.place(index, layer)
         self.read(f"layers.{index}", filling.targets, filling.mapped, verify)
         take()
-
-    def _fill_index(self, index: int, layer: Any, mmap: bool, verify: bool) -> None:
-        """Fill a layer's key index, if the file has one that fits; the keys give it otherwise."""
-        name = f"index.{index}/blocks"
-        placed = self.tensors(f"index.{index}").get(name)
-        found = index_of(layer)
-        targets: dict[str, memoryview] = {}
-        is_mapped = False
-        if placed is not None and found is not None and placed.form == found[2]:
-            of_keys, store, _ = found
-            is_mapped = mmap and of_keys.map_rows(store, self.fileno(), self.place_of(placed))
-            targets[name] = bytes_of(of_keys.rows(store) if is_mapped else of_keys.make_rows(store))
-        self.read(f"index.{index}", targets, {name} if is_mapped else set(), verify)
 
     def _read_description(self) -> None:
         """Read all but the layers; `ValueError` if it does not describe a cache."""
@@ -146,6 +131,7 @@ class CacheFile(TensorFile):
                 "version that wrote it, or save the cache again.",
             )
         self.description = described = CacheDescription.from_json(self.metadata.get("cache", ""))
+        # Earlier versions could also save an index of a layer's keys, which is skipped.
         known = {f"{kind}.{index}" for kind in ("layers", "index") for index in range(len(described.layers))}
         known |= {f"codecs.{index}" for index in described.codecs} | {"token_ids"}
         if unknown := self.sections.keys() - known:

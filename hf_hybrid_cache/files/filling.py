@@ -137,7 +137,7 @@ class Filling:
         if set(parts) != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
         runs = {
-            prefix: {part: self._place_part(index, layer, each, prefix, part, entries) for part in each.entries()}
+            prefix: {part: self._place_part(index, each, prefix, part, entries) for part in each.entries()}
             for prefix, each in stores.items()
         }
 
@@ -150,9 +150,7 @@ class Filling:
 
         return take
 
-    def _place_part(
-        self, index: int, layer: HybridLayer, store: Store, prefix: str, part: str, entries: Mapping[str, int]
-    ) -> HostBlocks:
+    def _place_part(self, index: int, store: Store, prefix: str, part: str, entries: Mapping[str, int]) -> HostBlocks:
         """Make the run of a part of a store, and let its rows be targets."""
         name, are_kept = prefix + part, None
         names, num_entries = role_names(index, name), entries[name]
@@ -165,10 +163,7 @@ class Filling:
         if self._mmap:
             placed = self._file.tensors(f"layers.{index}")
             keys, values = (self._file.place_of(placed[each]) for each in names)
-            # Attention of few queries then reads a part of the pages, however large the part is.
-            always_chooses = layer.selection is not None and layer.selection.most == 1
-            in_part = always_chooses and f"index.{index}" in self._file.sections
-            is_made = host.map_rows(self._file.fileno(), (keys, values), num_entries, in_part)
+            is_made = host.map_rows(self._file.fileno(), (keys, values), num_entries)
             self.mapped.update(names if is_made else ())
         if not is_made:
             host.make_rows(num_entries)

@@ -5,7 +5,7 @@ Types of transformers' own layers come and go with versions, so none is named he
 kept, and a layer with an attribute that is more than numbers, text, tensors and dicts of these is refused.
 
 Sections are "layers.LAYER" with the tensors PART.keys and PART.values of a layer of ours or those of another one,
-"codecs.LAYER" with what a codec was, or is to be, chosen by, and "index.LAYER" with a key index.
+and "codecs.LAYER" with what a codec was, or is to be, chosen by.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +59,8 @@ def described_layer(layer: Any) -> LayerDescription:
         stores = stores_of(store).items()
         entries = {f"{prefix}{part}": number for prefix, each in stores for part, number in each.entries().items()}
     batch, heads, key_dim, value_dim, keys, values, device = store.shape
-    sizes = batch, store.indexed.shape.batch, heads, key_dim, value_dim
+    num_prefixes = store.prefix.shape.batch if isinstance(store, SharedPrefix) else batch
+    sizes = batch, num_prefixes, heads, key_dim, value_dim
     return LayerDescription(name, States(*sizes, dtype_name(keys), dtype_name(values), str(device), entries))
 
 
@@ -101,26 +102,6 @@ def codec_section(index: int, stores: LayerStores) -> Section:
     if seen is not None:
         tensors |= {"squares": seen.squares, "number": torch.tensor([seen.number])}
     return tensor_section(f"codecs.{index}", tensors)
-
-
-def index_section(index: int, layer: Any) -> Section:
-    """Return the section with a layer's key index, without tensors where there is none."""
-    name, found = f"index.{index}", index_of(layer)
-    if found is None:
-        return Section(name, {}, tuple)
-    of_keys, store, form = found
-    store.wait_for_copies()
-    return Section(name, {f"{name}/blocks": form} if form.num_bytes else {}, lambda: [[bytes_of(of_keys.rows(store))]])
-
-
-def index_of(layer: Any) -> tuple[Any, Any, TensorForm] | None:
-    """Return a layer's key index, the store that it is of, and its form in a file; `None` where there is none."""
-    selection = layer.selection if isinstance(layer, HybridLayer) and layer.store is not None else None
-    # The index of the middle is not that of the whole.
-    if selection is None or layer.store.indexed.ends is not None:
-        return None
-    store = layer.store.indexed
-    return selection.index, store, _form_of(torch.uint8, selection.index.form(store))
 
 
 def tensor_section(name: str, tensors: Mapping[str, torch.Tensor]) -> Section:

@@ -1,36 +1,44 @@
 """Numba kernels over keys, values and weights in host memory. They know NumPy and nothing of torch."""
 
-from .blocks import BLOCK, value_width
+from .attention.workspace import (
+    QuantizedBlocks,
+    Shape,
+    Strided,
+    Workspace,
+    attend_many,
+    uses_prefill_kernel,
+)
 from .compilation import (
     compile_and_wait,
     compile_in_background,
     compile_plain_weights_in_background,
     compile_quantized_weights_in_background,
 )
-from .prefill import Strided, attend_many, uses_prefill_kernel
-from .quantized.quantization import NOT_FINITE, dequantize_blocks, quantize_blocks
-from .quantized.quantized_blocks import BITS, CHUNK, PackedLayout
-from .selection.key_index import index_bytes, quantize_index
-from .selection.page_workspace import IndexedBlocks
-from .vector.compiled import KernelsDisabledError
-from .vector.parallel import use_threads_here
-from .vector.processor import has_gemm
-from .vector.threads import get_num_threads, set_num_threads
-from .vector.vector_ir import CACHE_LINE
-from .weights.experts import ExpertCall
-from .weights.gemm import multiply_many, uses_gemm
-from .weights.panel_products import PanelProducts
-from .weights.panels import (
+from .forms.blocks import (
+    CHUNK,
+    NOT_FINITE,
+    PackedLayout,
+    dequantize_blocks,
+    quantize_blocks,
+    value_width,
+)
+from .forms.panels import (
     PANEL_ROWS,
     WEIGHT_BITS,
     PanelLayout,
     dequantize_panels,
-    dequantize_row,
     factor_of,
     quantize_panels,
 )
-from .weights.plain_products import PlainWeights, add_up_plain_experts, multiply_plain
-from .workspace import QuantizedBlocks, Query, Shape, Workspace
+from .vector.code_tiles import BITS
+from .vector.compiled import KernelsDisabledError
+from .vector.parallel import use_threads_here
+from .vector.processor import has_gemm
+from .vector.threads import get_num_threads, set_num_threads
+from .vector.vector_ir import BLOCK, CACHE_LINE
+from .weights.experts import ExpertCall, add_up_experts
+from .weights.gemm import multiply_many, uses_gemm
+from .weights.products import Products
 
 __all__ = [
     "BITS",
@@ -41,18 +49,15 @@ __all__ = [
     "PANEL_ROWS",
     "WEIGHT_BITS",
     "ExpertCall",
-    "IndexedBlocks",
     "KernelsDisabledError",
     "PackedLayout",
     "PanelLayout",
-    "PanelProducts",
-    "PlainWeights",
+    "Products",
     "QuantizedBlocks",
-    "Query",
     "Shape",
     "Strided",
     "Workspace",
-    "add_up_plain_experts",
+    "add_up_experts",
     "attend_many",
     "compile_and_wait",
     "compile_in_background",
@@ -60,15 +65,11 @@ __all__ = [
     "compile_quantized_weights_in_background",
     "dequantize_blocks",
     "dequantize_panels",
-    "dequantize_row",
     "factor_of",
     "get_num_threads",
     "has_gemm",
-    "index_bytes",
     "multiply_many",
-    "multiply_plain",
     "quantize_blocks",
-    "quantize_index",
     "quantize_panels",
     "set_num_threads",
     "use_threads_here",

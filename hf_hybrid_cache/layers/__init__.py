@@ -4,7 +4,7 @@ from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
 from .hybrid_layer import HybridLayer, checked_removal
 from .layer_cost import HOST, LayerCost
 from .layer_stores import MOST_HELD_BYTES, LayerStores
-from .options import LEAST_DEVICE_TOKENS, Placement, Selection, checked_count
+from .options import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .stock_layers import batch_of, copy_of, follow, forget_states_of, move_tensors_of, num_sequences_of, tensors_of
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "LayerStores",
     "NoCheckpointError",
     "Placement",
-    "Selection",
     "batch_of",
     "checked_count",
     "checked_removal",

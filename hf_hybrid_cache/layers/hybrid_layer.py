@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import MAX_QUERIES, LayerSelection, QuantizedAttention, StoredAttention, handles_of, observed
+from ..attention import MAX_QUERIES, QuantizedAttention, StoredAttention, handles_of, observed
 from ..storage import (
     GRANULE,
     AnyStore,
@@ -47,7 +47,6 @@ class HybridLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self._ordinal = ordinal
         self._stores = stores
-        self._selection = stores.selection_of(layer_idx)
         self._quantized_attention = QuantizedAttention()
         self._store: AnyStore | None = None
         self._place: Place | None = None
@@ -165,7 +164,7 @@ class HybridLayer(CacheLayerMixin):
         place = stores.place_of(self.layer_idx, self._ordinal, shape)
         if place.on_cpu:
             assert shape.element is not None
-            stores.attention.prepare(shape.element, place.choice is not None, self._selection is not None)
+            stores.attention.prepare(shape.element, place.choice is not None)
         new = place.make(shape)
         try:
             fill(new)
@@ -174,8 +173,6 @@ class HybridLayer(CacheLayerMixin):
             raise
         # Nothing is called between these, so that no interruption comes between them.
         self._lent, self._store, self._place = None, new, place
-        if self._selection is not None:
-            self._selection.reset()
         if old is not None:
             old.close()
         return new
@@ -234,11 +231,11 @@ class HybridLayer(CacheLayerMixin):
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
             if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store, new_tokens):
-                return handles_of(store, stores.attention, self._selection, store.add_chunk(key_states, value_states))
+                return handles_of(store, stores.attention, store.add_chunk(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
             if takes_handles and (new_tokens <= _FEW_TOKENS or store.streamed is None):
                 self._add_for_cpu(store, key_states, value_states)
-                return handles_of(store, stores.attention, self._selection)
+                return handles_of(store, stores.attention)
         attention = self._attention_on_device(store, new_tokens)
         try:
             if attention is not None:
@@ -320,7 +317,7 @@ class HybridLayer(CacheLayerMixin):
     def recent_states(self) -> RecentStates | None:
         """Copy the states that later tokens would quantize; `None` if the layer is not quantized, or empty."""
         store = self.usable_store()
-        return None if store is None or store.indexed.codec is None else store.recent_states()
+        return None if store is None or not store.layout.is_quantized else store.recent_states()
 
     def go_back(self, num_tokens: int, recent: RecentStates | None) -> None:
         """
@@ -355,8 +352,6 @@ class HybridLayer(CacheLayerMixin):
         if self._store is not None:
             self._store.close()
             self._store = None
-        if self._selection is not None:
-            self._selection.reset()
         self._quantized_attention.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -364,12 +359,7 @@ class HybridLayer(CacheLayerMixin):
         store = self.usable_store()
         self._lent = None
         if store is not None and store.num_tokens > 0:
-            of_indexed = store.indices_of_indexed(beam_idx) if isinstance(store, SharedPrefix) else beam_idx
-            if self._selection is None or of_indexed is None:
-                store.select(beam_idx)
-                return
-            with self._selection.index.following(of_indexed):
-                store.select(beam_idx)
+            store.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times, side by side; they share whole blocks where `shares_copies`."""
@@ -421,15 +411,7 @@ class HybridLayer(CacheLayerMixin):
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
-        index, store = () if self._selection is None else self._selection.index.buffers(), self._store
-        return *(() if store is None else store.buffers()), *index
-
-    @property
-    def selection(self) -> LayerSelection | None:
-        """The selection by which attention chooses the pages to read; `None` if it reads all."""
-        selection = self._selection
-        is_used = selection is not None and not selection.reads_all and self.is_attended_on_cpu
-        return selection if is_used else None
+        return () if self._store is None else self._store.buffers()
 
     def usable_store(self) -> AnyStore | None:
         """
@@ -507,9 +489,6 @@ class HybridLayer(CacheLayerMixin):
             states = store.read_prefix(num_tokens)
             self.start(store.shape, lambda new: new.add(*states))
             return
-        if self._selection is not None:
-            layout, tokens = store.indexed.layout, min(num_tokens, store.indexed.num_tokens)
-            self._selection.index.truncate(layout.cropped(tokens).host_tokens if layout.device_tokens else tokens)
         store.truncate(num_tokens)
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import KeyIndex, LayerSelection, StoredAttention, has_quantized_kernel
+from ..attention import StoredAttention, has_quantized_kernel
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -38,7 +38,7 @@ from ..storage import (
     streams_for,
 )
 from .lent_states import LendingLayers
-from .options import Placement, Selection
+from .options import Placement
 
 # Most bytes that layers, beside the one in use, may hold until they see queries.
 MOST_HELD_BYTES = 2**29
@@ -46,10 +46,6 @@ MOST_HELD_BYTES = 2**29
 _LEAST_SHARED_TOKENS = 2 * GRANULE
 # Tokens in full precision that a quantized layer keeps, but for a chunk on its way.
 _MOST_RECENT = 4 * GRANULE
-# By whether a layer is quantized: the attention mass that loses nothing (`experiments.selection.selection`), and the
-# fraction of indexed tokens beyond which reading all is as fast (`experiments.selection.selection_speed`).
-_TOP_P, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
-
 
 _Kind = type[Resident] | type[HostBlocks]
 
@@ -85,7 +81,6 @@ class LayerStores:
         codecs: how layers are quantized, by index in the model; the others stay in full precision.
         config: config of the model, or of its text part; it names the implementation of attention in use.
         peers: processes that keep a shard each; `None` for a single process.
-        selection: lets attention skip pages; `None` to read all.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
@@ -109,12 +104,10 @@ class LayerStores:
         codecs: Mapping[int, KVCodec] | None = None,
         config: PreTrainedConfig | None = None,
         peers: Peers | None = None,
-        selection: Selection | None = None,
     ):
         self.placement = placement
         self.config = config
         self.peers = peers
-        self.selection = selection
         self.shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
@@ -123,9 +116,7 @@ class LayerStores:
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
         self.recent_budget = _RecentBudget(len(self._choices))
         self.packed_budget = HostBudget(len(self._choices), GRANULE, expected_length)
-        reading_all = () if selection is None else selection.dense_layers
         self.device_budget = HostBudget(num_layers, expected_length=expected_length)
-        self._index_budget = HostBudget(num_layers - len(reading_all), GRANULE, expected_length)
         self.stats = CacheStats()
         fraction = placement.cpu_fraction
         self.cpu_fraction = None if fraction is None else CpuFraction(fraction, placement.adapts, self.stats)
@@ -212,16 +203,6 @@ class LayerStores:
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
-
-    def selection_of(self, layer_idx: int) -> LayerSelection | None:
-        """Return the selection by which attention of a layer skips pages; `None` if it reads all."""
-        if self.selection is None:
-            return None
-        wanted, is_quantized = self.selection, layer_idx in self._choices
-        top_p = _TOP_P[is_quantized] if wanted.top_p is None else wanted.top_p
-        most = _MOST_READ[is_quantized] if wanted.most is None else wanted.most
-        index = KeyIndex(self._index_budget, self.capacity.of_packed())
-        return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else top_p, most, index, self.stats)
 
     def note_pass(self, ordinal: int) -> None:
         """

@@ -21,7 +21,7 @@ from .weights import digest_of_tensors, stored_tensors
 # Raise it when an identity means something else.
 _FORMAT = 3
 # Raise it when kernels or codecs give other results than before: states that were kept are then read again.
-NUMBERS = 1
+NUMBERS = 2
 # Settings of a config: where a model comes from, how it is loaded, and what it returns beside states. The type and the
 # weights themselves are read from the model.
 _LEFT_OUT = {
@@ -102,9 +102,6 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "device", "+".join(sorted(devices)) or "cpu"
     yield "layers", f"{_ranges(layers)} of {len(cache.layers)}"
     yield "codecs", _codecs_of(cache)
-    chosen = cache.selection
-    dense = "" if chosen is None else f"dense_layers={_ranges(sorted(chosen.dense_layers))}"
-    yield "selection", "none" if chosen is None else f"top_p={chosen.top_p} most={chosen.most} {dense}"
     if cache.group is not None:
         yield "processes", str(cache.group.size())
         yield RANK, str(cache.group.rank())

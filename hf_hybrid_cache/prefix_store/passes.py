@@ -133,7 +133,6 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
         and placement.cpu_decode in (None, True)
         and not placement.offload
         and not placement.device_tokens
-        and stores.selection is None
         and element is not None
         and uses_prefill_kernel(element)
     )

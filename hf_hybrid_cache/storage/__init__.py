@@ -5,7 +5,7 @@ from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 from .kv_shape import KVShape, Pair
 from .layout import Layout, Shard
 from .memory.address_space import huge_page_memory
-from .memory.buffer_memory import HostMemory, StorageUses
+from .memory.buffer_memory import StorageUses
 from .memory.file_pages import give_back_file_pages
 from .memory.growth import GRANULE, InitialCapacity, grown_capacity
 from .memory.host_memory import (
@@ -23,7 +23,7 @@ from .runs.resident import Resident
 from .runs.run import Run
 from .runs.streamed import Staging, Streamed
 from .runs.streams import Issued, Streams, streams_for
-from .runs.token_buffer import TokenBuffer, reserve_entries
+from .runs.token_buffer import TokenBuffer
 from .scratch import Scratch
 from .sharded_store import MARK_SIZE, ShardedStore
 from .shared_prefix import AnyStore, SharedPrefix
@@ -45,7 +45,6 @@ __all__ = [
     "ExpectedLength",
     "HostBlocks",
     "HostBudget",
-    "HostMemory",
     "HostMemoryError",
     "InitialCapacity",
     "Issued",
@@ -76,6 +75,5 @@ __all__ = [
     "kernel_array",
     "kernel_element",
     "require_host_bytes",
-    "reserve_entries",
     "streams_for",
 ]

@@ -186,7 +186,7 @@ class CodecChoice:
         step = -(-query.shape[2] // _MOST_QUERIES)
         seen = query.detach()[:, :, ::step].float().square()
         # A query that is not finite makes its step useless; it must not make the choice useless, too.
-        squares = torch.nan_to_num(seen, 0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
+        squares = seen.nan_to_num_(0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
         number, known = query.shape[2], self.seen_queries
         if known is not None:
             number += known.number

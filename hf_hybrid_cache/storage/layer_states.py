@@ -11,7 +11,7 @@ import torch
 from .codec import CodecChoice, KVCodec
 from .cpu_fraction import CpuFraction
 from .kv_shape import KVShape, Pair
-from .layout import RECENT_TOKENS, Layout, Shard
+from .layout import Layout, Shard
 from .memory.growth import GRANULE
 from .pieces import Piece, rows_of
 from .runs.resident import Resident
@@ -173,14 +173,6 @@ class LayerStates(TokenStore):
         return self.layout.own_sink_tokens
 
     @property
-    def indexed_blocks(self) -> range:
-        """The numbers of those blocks of the middle that a key index covers: all but the first and the recent ones."""
-        if self.packed is None:
-            return range(1, max(1, (self.dense.num_entries - RECENT_TOKENS) // GRANULE))
-        first = self.sink_tokens // GRANULE
-        return range(first, first + self.packed.num_entries)
-
-    @property
     def num_shareable(self) -> int:
         """Number of first tokens, in whole blocks, that later tokens do not change once the store is settled."""
         return self.layout.with_due_blocks(self.num_tokens).settled_tokens(self.num_tokens)
@@ -256,18 +248,6 @@ class LayerStates(TokenStore):
         rest = (size, cut) if self.packed is None else (num_tokens, 0)
         for start, end in ranges(last, num_tokens, *rest):
             yield start, self.dense.read_range(start - skipped, end - skipped)
-
-    def block_keys(self, first: int, last: int) -> torch.Tensor:
-        """
-        Return the keys of some blocks of the middle, by number, all packed or none; copies must be done.
-
-        Returns:
-            `[batch, num_kv_heads, tokens, key_dim]`, dequantized.
-        """
-        if self.packed is None:
-            return self.dense.keys.read_range(first * GRANULE, last * GRANULE)
-        sinks = self.sink_tokens // GRANULE
-        return self._dequantized(first - sinks, last - sinks)[0]
 
     def copy_from(self, start: int, device: torch.device | None = None) -> Pair:
         """Copy the states from token `start`, which is not packed; those of a split layer to one device."""

@@ -12,7 +12,7 @@ import torch
 from .memory.growth import GRANULE
 
 # Least number of recent tokens in full precision: assisted decoding may take them back.
-RECENT_TOKENS = GRANULE
+_RECENT_TOKENS = GRANULE
 # Fraction of the tokens on the device that leave it at once, so that the others are seldom moved.
 _LEAVING_AT_ONCE = 1 / 8
 
@@ -109,7 +109,7 @@ class Layout:
         """Return the layout in which all blocks are quantized that are due after `num_tokens`."""
         if not self.is_quantized:
             return self
-        due = (self._middle_end(num_tokens) - self.sink_tokens - RECENT_TOKENS) // GRANULE
+        due = (self._middle_end(num_tokens) - self.sink_tokens - _RECENT_TOKENS) // GRANULE
         return replace(self, quantized_blocks=due) if due > self.quantized_blocks else self
 
     @property
@@ -134,7 +134,7 @@ class Layout:
         host_tokens = self.after(full_tokens).host_tokens
         if self.device_tokens and quantized_blocks:
             # Recent tokens follow the quantized blocks, as they did when these were quantized.
-            recent = self.sink_tokens - self.first_tokens + RECENT_TOKENS
+            recent = self.sink_tokens - self.first_tokens + _RECENT_TOKENS
             host_tokens = max(host_tokens, min(recent, full_tokens - self.first_tokens)) + quantized_blocks * GRANULE
         return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
 
@@ -167,7 +167,7 @@ class Layout:
     @property
     def most_full_tokens(self) -> int:
         """Largest number of tokens beside quantized blocks that are in full precision at once."""
-        return self.sink_tokens - self.first_tokens + RECENT_TOKENS + GRANULE
+        return self.sink_tokens - self.first_tokens + _RECENT_TOKENS + GRANULE
 
     def parts(self, num_tokens: int) -> dict[str, tuple[int, tuple[range, ...]]]:
         """Return the entries of all processes and the numbers of their blocks in order, by names of parts in a file."""

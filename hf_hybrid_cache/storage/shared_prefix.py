@@ -77,11 +77,6 @@ class SharedPrefix(TokenStore):
         return self.shape.batch // self.prefix.shape.batch
 
     @property
-    def indexed(self) -> Store:
-        """The store whose keys a key index covers."""
-        return self.prefix
-
-    @property
     def layout(self) -> Layout:
         """Layout of the prefix."""
         return self.prefix.layout
@@ -163,7 +158,7 @@ class SharedPrefix(TokenStore):
                 self.tails.add(*repeated(rest, self.continuations))
         self._set_length(num_tokens)
 
-    def indices_of_indexed(self, indices: torch.Tensor) -> torch.Tensor | None:
+    def _prefixes_of(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the prefixes of the sequences `indices`, one for each new group; `None` if they stay as they are."""
         groups = [index // self.continuations for index in indices.tolist()]
         each, rest = divmod(len(groups), self.prefix.shape.batch)
@@ -174,7 +169,7 @@ class SharedPrefix(TokenStore):
 
     def select(self, indices: torch.Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was."""
-        prefixes = self.indices_of_indexed(indices)
+        prefixes = self._prefixes_of(indices)
         with self._changing():
             self.tails.select(indices)
             if prefixes is not None:

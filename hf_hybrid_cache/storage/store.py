@@ -74,11 +74,6 @@ class Store(LayerStates):
     are copied first, and the border moves last.
     """
 
-    @property
-    def indexed(self) -> "Store":
-        """The store whose keys a key index covers."""
-        return self
-
     def add(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
         """
         Store the states of new tokens, `[batch, num_kv_heads, new_tokens, head_dim]`.

@@ -1,14 +1,20 @@
 """Quantized weights, and experts in host memory of which only the chosen ones are read."""
 
-from .coverage import QUANTIZED_DTYPES, Covered, NothingToQuantizeError, coverage, holds_experts
-from .experts_implementation import chosen_experts_if_any
+from .chosen_experts import use_chosen_experts_if_any
+from .coverage import (
+    QUANTIZED_DTYPES,
+    WEIGHT_BITS,
+    Covered,
+    NothingToQuantizeError,
+    Width,
+    coverage,
+    holds_experts,
+    require_some,
+)
 from .host_experts import move_experts_to_host
-from .host_weight import HostWeight
-from .loading_quantizer import QUANT_METHOD, QuantizedWeightsConfig
-from .quantized_weight import QuantizedWeight
-from .quantized_weights import quantization_bar, quantize_weights, require_some
-from .report import WeightsReport
-from .width import WEIGHT_BITS, Width
+from .loading import QUANT_METHOD, QuantizedWeightsConfig
+from .quantized_weight import HostWeight, QuantizedWeight
+from .quantized_weights import WeightsReport, quantization_bar, quantize_weights
 
 __all__ = [
     "QUANTIZED_DTYPES",
@@ -21,11 +27,11 @@ __all__ = [
     "QuantizedWeightsConfig",
     "WeightsReport",
     "Width",
-    "chosen_experts_if_any",
     "coverage",
     "holds_experts",
     "move_experts_to_host",
     "quantization_bar",
     "quantize_weights",
     "require_some",
+    "use_chosen_experts_if_any",
 ]

@@ -1,18 +1,53 @@
 """
-Experts on the CPU: a kernel reads only the chosen experts, one call for a layer.
+The implementation of experts that transformers calls: on the CPU a kernel reads only the chosen ones.
 
 transformers' own implementations loop over experts or copy the chosen ones, and use products that are made for many
 tokens.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..graph_breaks import outside_of_graphs
-from .expert_layers import ExpertLayer, choices_of
-from .streamed_experts import experts_across_the_bus
+from .expert_layers import ExpertLayer, require_experts
+from .streamed_experts import MOST_TOKENS_ON_HOST, added_up_on_host, streamed_experts
+
+# The name under which transformers knows `chosen_experts`.
+IMPLEMENTATION = "hf_hybrid_cache"
+
+
+def use_chosen_experts(model: PreTrainedModel, undo: ExitStack | None = None) -> None:
+    """
+    Let a model compute its experts with `chosen_experts`, until `undo` ends.
+
+    Raises:
+        ValueError: the model has no experts that `chosen_experts` can compute; it is as before.
+    """
+    experts = require_experts(model)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, chosen_experts)
+    before = model.get_experts_implementation()
+    if undo is not None:
+        undo.callback(model.set_experts_implementation, before)
+    model.set_experts_implementation(IMPLEMENTATION)
+    others = {type(each).__name__ for each in experts.values() if each.config._experts_implementation != IMPLEMENTATION}
+    if others:
+        model.set_experts_implementation(before)
+        raise ValueError(
+            f"transformers lets nobody choose how {' and '.join(sorted(others))} of {type(model).__name__} compute: "
+            "set_experts_implementation has no effect on them."
+        )
+
+
+def use_chosen_experts_if_any(model: PreTrainedModel, undo: ExitStack | None = None) -> None:
+    """Like `use_chosen_experts`, but leave a model without such experts as it is."""
+    with suppress(ValueError):
+        use_chosen_experts(model, undo)
 
 
 @outside_of_graphs
@@ -42,40 +77,52 @@ def chosen_experts(
         return theirs
     if not len(hidden_states):
         return torch.zeros_like(hidden_states)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        raise RuntimeError(
+            "Experts in host memory give no gradients to a model on another device. Use torch.no_grad(), or "
+            "move_experts_to_host with a model on the CPU."
+        )
     tokens = hidden_states.to(layer.dtype)
+    few: Callable[..., torch.Tensor]
+    few, most = layer.added_up, layer.most_tokens
     if not is_here:
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-            raise RuntimeError(
-                "Experts in host memory give no gradients to a model on another device. Use torch.no_grad(), or "
-                "move_experts_to_host with a model on the CPU."
-            )
-        result = experts_across_the_bus(layer, tokens, top_k_index, top_k_weights)
-    elif len(tokens) <= layer.most_tokens:
-        result = layer.added_up(tokens, top_k_index, top_k_weights)
+        few, most = partial(added_up_on_host, layer), MOST_TOKENS_ON_HOST
+    if len(tokens) <= most:
+        result = few(tokens, top_k_index, top_k_weights)
     else:
-        result = _many(layer, tokens, top_k_index, top_k_weights)
+        result = _many(layer, tokens, top_k_index, top_k_weights, few, most)
     return result.to(hidden_states.dtype)
 
 
-def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
-    """Compute experts with many tokens one by one, and all experts with few tokens in one call."""
+def _many(
+    layer: ExpertLayer,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    router_weights: torch.Tensor,
+    few: Callable[..., torch.Tensor],
+    most: int,
+) -> torch.Tensor:
+    """Compute experts with more than `most` tokens one by one, and the others by one call of `few`."""
     # Sums are in float32; transformers' loop rounds the sum after each expert of a token.
     router_weights = router_weights.to(torch.promote_types(router_weights.dtype, torch.float32))
-    flat, choices = chosen.flatten(), chosen.shape[1]
-    counts = torch.bincount(flat, minlength=layer.up.count + 1)[: layer.up.count]
-    out = torch.zeros(tokens.shape, dtype=router_weights.dtype)
-    of_few, left = choices_of(chosen, counts <= layer.most_tokens)
-    if len(of_few) == len(tokens):
-        out = layer.added_up(tokens, left, router_weights)
-    elif len(of_few):
-        out[of_few] = layer.added_up(tokens[of_few], left, router_weights[of_few])
-    pairs, start = flat.argsort(stable=True), 0
-    for index, count in enumerate(counts.tolist()):
-        if count > layer.most_tokens:
-            of = pairs[start : start + count]
-            up_bias, down_bias = (None if each is None else each[index] for each in (layer.up_bias, layer.down_bias))
-            states = layer.activated(layer.up.multiply(tokens[of // choices], index, up_bias))
-            states = layer.finished(layer.down.multiply(states, index, down_bias))
-            out.index_add_(0, of // choices, states * router_weights.flatten()[of].unsqueeze(-1))
-        start += count
+    out = torch.zeros(tokens.shape, dtype=router_weights.dtype, device=tokens.device)
+    on_host, num_experts, choices = chosen.to("cpu"), layer.up.count, chosen.shape[1]
+    counts = torch.bincount(on_host.flatten(), minlength=num_experts + 1)[:num_experts]
+    has_few = counts <= most
+
+    is_of_few = torch.cat([has_few, torch.tensor([False])])[on_host]
+    of_few = is_of_few.any(1).nonzero()[:, 0]
+    if len(of_few):
+        given = on_host.where(is_of_few, num_experts)[of_few]
+        of_few = of_few.to(tokens.device)
+        out[of_few] = few(tokens[of_few], given, router_weights[of_few]).to(out.dtype)
+
+    pairs = chosen.flatten().argsort(stable=True)  # pairs of token and choice; those of an expert stand side by side
+    of_expert = pairs[: int(counts.sum())].split(counts.tolist())
+    has_many = (~has_few).nonzero()[:, 0].tolist()
+    in_turn = [(index, None) for index in has_many] if tokens.is_cpu else streamed_experts(layer, has_many, tokens)
+    for index, weights in in_turn:
+        of = of_expert[index] // choices
+        states = layer.output(index, tokens[of], weights)
+        out.index_add_(0, of, states * router_weights.flatten()[of_expert[index]].unsqueeze(-1))
     return out

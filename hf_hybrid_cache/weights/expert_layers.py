@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface
 
 from .coverage import holds_experts
-from .hot_experts import HotExperts
 from .matrices import Matrices
 from .plain_matrices import PlainMatrices
 from .quantized_weight import QuantizedWeight
@@ -31,20 +31,18 @@ class ExpertLayer:
         down: matrices of the second product.
         up_bias: `[experts, rows]`, if there is one.
         down_bias: `[experts, rows]`, if there is one.
-        hot: the hot experts on the model's device; `None` if none are kept there.
     """
 
     def __init__(self, module: Any):
         self._module = module
-        name = "gate_up_proj" if module.has_gate else "up_proj"
+        names = _names_of_products(module)
         parameters = module._parameters
         # The attributes are those of plain tensors, so HostWeight and QuantizedWeight need not answer.
         with torch._C.DisableTorchFunctionSubclass():
-            self.hot: HotExperts | None = getattr(parameters["down_proj"], "hot", None)
             self.dtype, self.device = parameters["down_proj"].dtype, parameters["down_proj"].device
-            self.up, self.down = (_matrices(parameters[each], module.is_transposed) for each in (name, "down_proj"))
+            self.up, self.down = (_matrices(parameters[name], module.is_transposed) for name in names)
             self.up_bias, self.down_bias = (
-                parameters[f"{each}_bias"].detach() if module.has_bias else None for each in (name, "down_proj")
+                parameters[f"{name}_bias"].detach() if module.has_bias else None for name in names
             )
 
     @property
@@ -73,10 +71,28 @@ class ExpertLayer:
         pairs = (flat != self.up.count).nonzero()[:, 0]
         if len(pairs):
             of, chosen = pairs // chosen.shape[1], flat[pairs].unsqueeze(-1)
-            states = self.activated(self.up.multiply_chosen(tokens[of], chosen, self.up_bias))
-            states = self.finished(self.down.multiply_chosen(states, chosen, self.down_bias))
+            states = self._activated(self.up.multiply_chosen(tokens[of], chosen, self.up_bias))
+            states = self._finished(self.down.multiply_chosen(states, chosen, self.down_bias))
             out.index_add_(0, of, states * router_weights.flatten()[pairs].unsqueeze(-1))
         return out
+
+    def output(
+        self, index: int, tokens: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """
+        Compute the output of one expert for many tokens, `[tokens, hidden]`, without router weights.
+
+        `weights` are copies of its two matrices on the device of the tokens; without them, host memory is read.
+        """
+        up_bias, down_bias = (
+            None if each is None else each[index].to(tokens.device) for each in (self.up_bias, self.down_bias)
+        )
+        if weights is None:
+            states = self._activated(self.up.multiply(tokens, index, up_bias))
+            return self._finished(self.down.multiply(states, index, down_bias))
+        up, down = weights
+        states = self._activated(functional.linear(tokens, up, up_bias))
+        return self._finished(functional.linear(states, down, down_bias))
 
     @property
     def has_silu_gate(self) -> bool:
@@ -85,45 +101,44 @@ class ExpertLayer:
         is_default = module.has_gate and type(module)._apply_gate.__module__ == ExpertsInterface.__module__
         return is_default and isinstance(module.act_fn, _SILU) and not _has_norm(module)
 
-    def activated(self, states: torch.Tensor) -> torch.Tensor:
-        """The input of the second product, from the output of the first, `[..., down's columns]`."""
+    def _activated(self, states: torch.Tensor) -> torch.Tensor:
+        """The input of the second product, from the output of the first."""
         module = self._module
         result: torch.Tensor = module._apply_gate(states) if module.has_gate else module.act_fn(states)
         return result
 
-    def finished(self, states: torch.Tensor) -> torch.Tensor:
-        """The output of an expert, from the output of the second product, before it is weighted."""
+    def _finished(self, states: torch.Tensor) -> torch.Tensor:
+        """The output of an expert, from the output of the second product."""
         result: torch.Tensor = self._module.post_expert_norm(states) if _has_norm(self._module) else states
         return result
 
 
-def choices_of(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Select the choices of some experts.
-
-    Args:
-        chosen: int64 `[tokens, choices]`, indices of experts; the number of experts stands for no expert.
-        experts: bool `[experts]`, true for the experts to select.
-
-    Returns:
-        The tokens that have chosen one of these experts, int64 `[found]`, and their choices, `[found, choices]`.
-    """
-    is_kept = torch.cat([experts, experts.new_zeros(1)])[chosen]
-    tokens = is_kept.any(1).nonzero()[:, 0]
-    return tokens, chosen.where(is_kept, len(experts))[tokens]
-
-
-def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+def expert_modules(model: PreTrainedModel) -> dict[str, Any]:
     """The modules of a model that hold stacked experts in the form of `ExpertLayer`, by name."""
     return {name: module for name, module in model.named_modules() if _is_stack(module)}
+
+
+def require_experts(model: PreTrainedModel) -> dict[str, Any]:
+    """Return `expert_modules`, or raise a `ValueError` that names experts of another form."""
+    experts = expert_modules(model)
+    if not experts:
+        names = {type(module).__name__ for module in model.modules()}
+        kinds = sorted(name for name in names if "expert" in name.lower())
+        reason = f"{' and '.join(kinds)} are not declared as experts to transformers" if kinds else "it is dense"
+        raise ValueError(f"{type(model).__name__} has no experts that could be computed on their own: {reason}.")
+    return experts
 
 
 def _is_stack(module: Any) -> bool:
     noted = ("has_gate", "has_bias")
     if not holds_experts(module) or not all(isinstance(getattr(module, name, None), bool) for name in noted):
         return False
-    weights = [module._parameters.get(name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
+    weights = [module._parameters.get(name) for name in _names_of_products(module)]
     return all(weight is not None and weight.dim() == 3 for weight in weights)
+
+
+def _names_of_products(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def _has_norm(module: Any) -> bool:

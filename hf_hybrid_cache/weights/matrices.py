@@ -1,11 +1,13 @@
 """Base class of matrices in host memory, quantized or not, and of products with them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
-from ..kernels import ExpertCall
+from ..kernels import ExpertCall, Products, add_up_experts
+
+# The other dtypes of kernels are converted to float32.
+OF_KERNEL = (torch.float32, torch.bfloat16)
 
 
 class Matrices(ABC):
@@ -20,6 +22,8 @@ class Matrices(ABC):
     """
 
     most_tokens: int
+    # Products by kernels; `None` if no kernel reads such matrices.
+    _products: Products | None
 
     def __init__(self, count: int, rows: int, columns: int):
         self.count = count
@@ -40,7 +44,6 @@ class Matrices(ABC):
             `[..., rows]`, of the same dtype.
         """
 
-    @abstractmethod
     def multiply_chosen(
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -58,6 +61,27 @@ class Matrices(ABC):
         Raises:
             IndexError: an index is out of range.
         """
+        if self._products is None:
+            return self._multiply_one_by_one(tokens, chosen, bias)
+        dtype, num_pairs = tokens.dtype, chosen.numel()
+        if dtype not in OF_KERNEL:
+            return self.multiply_chosen(tokens.float(), chosen, None if bias is None else bias.float()).to(dtype)
+        out = tokens.new_empty((num_pairs, *self.out_sizes))
+        if num_pairs:
+            kept = [None if each is None else each.contiguous() for each in (tokens, chosen, bias)]
+            tokens_at, chosen_at, bias_at = map(address, kept)
+            wrong = self._products.multiply(
+                0,
+                tokens_at,
+                num_pairs,
+                dtype == torch.bfloat16,
+                bias_at,
+                out.data_ptr(),
+                chosen_at,
+                num_pairs // len(tokens),
+            )
+            self._require_found(wrong, num_pairs)
+        return out
 
     def add_up_experts(
         self,
@@ -87,72 +111,58 @@ class Matrices(ABC):
         Raises:
             IndexError: an index is out of range.
         """
-        kernel = self._kernel_of_experts(down, tokens.dtype)
-        if kernel is None:
+        if self._products is None or down._products is None:
             return None
-        if tokens.dtype == torch.float16:  # the kernels do not read float16
+        if tokens.dtype not in OF_KERNEL:
             biases = [None if each is None else each.float() for each in (up_bias, down_bias)]
             return self.add_up_experts(down, tokens.float(), chosen, router_weights, *biases)
         out = torch.empty(len(tokens), *down.out_sizes)
         if not chosen.numel():
             return out.zero_()
-        if router_weights.dtype not in (torch.float32, torch.bfloat16):
+        if router_weights.dtype not in OF_KERNEL:
             router_weights = router_weights.float()
-        tokens, chosen, router_weights = tokens.contiguous(), chosen.contiguous(), router_weights.contiguous()
-        kept = [None if bias is None else bias.contiguous() for bias in (up_bias, down_bias)]
-        up_bias_at, down_bias_at = (0 if bias is None else bias.data_ptr() for bias in kept)
+        given = tokens, chosen, router_weights, up_bias, down_bias
+        kept = [None if each is None else each.contiguous() for each in given]
+        tokens_at, chosen_at, router_weights_at, up_bias_at, down_bias_at = map(address, kept)
         call = ExpertCall(
-            chosen=chosen.data_ptr(),
+            chosen=chosen_at,
             num_pairs=chosen.numel(),
-            tokens=tokens.data_ptr(),
+            tokens=tokens_at,
             choices=chosen.shape[1],
             is_bfloat16=tokens.dtype == torch.bfloat16,
-            router_weights=router_weights.data_ptr(),
+            router_weights=router_weights_at,
             has_bfloat16_router_weights=router_weights.dtype == torch.bfloat16,
             up_bias=up_bias_at,
             down_bias=down_bias_at,
             out=out.data_ptr(),
         )
-        self._require_found(kernel(call), chosen.numel())
+        self._require_found(add_up_experts(self._products, down._products, call), chosen.numel())
         return out
-
-    @abstractmethod
-    def _kernel_of_experts(self, down: "Matrices", dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
-        """The kernel for experts with these up and those down projections; `None` if there is none."""
 
     @abstractmethod
     def write(self, index: int, out: torch.Tensor) -> None:
         """Write a matrix, dequantized, to `out`, `[rows, columns]` in host memory, of a floating-point dtype."""
 
-    def _chosen_by(
-        self,
-        kernel: Callable[[int, int, int, int, bool, int, int], int],
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        bias: torch.Tensor | None,
+    def _multiply_one_by_one(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute `multiply_chosen` by a kernel that takes addresses, in float32 or bfloat16."""
-        num_pairs = chosen.numel()
-        out = tokens.new_empty((num_pairs, *self.out_sizes))
-        if not num_pairs:
-            return out
-        tokens, chosen = tokens.contiguous(), chosen.contiguous()
-        bias_at = 0
-        if bias is not None:
-            bias = bias.contiguous()
-            bias_at = bias.data_ptr()
-        wrong = kernel(
-            chosen.data_ptr(),
-            num_pairs,
-            tokens.data_ptr(),
-            num_pairs // len(tokens),
-            tokens.dtype == torch.bfloat16,
-            bias_at,
-            out.data_ptr(),
-        )
-        self._require_found(wrong, num_pairs)
+        """Compute `multiply_chosen` by `multiply`."""
+        pairs_of_token = chosen.numel() // len(tokens)
+        out = tokens.new_zeros((chosen.numel(), *self.out_sizes))
+        flat = chosen.flatten()
+        for index in flat.unique().tolist():
+            if index == self.count:
+                continue
+            pairs = (flat == index).nonzero()[:, 0]
+            inputs = tokens[pairs // pairs_of_token]
+            out[pairs] = self.multiply(inputs, index, None if bias is None else bias[index])
         return out
 
     def _require_found(self, wrong: int, num_pairs: int) -> None:
         if wrong:
             raise IndexError(f"{wrong} of {num_pairs} indices are of no matrix: there are {self.count}.")
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,9 +1,9 @@
 """Quantized matrices in host memory."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -11,19 +11,17 @@ import torch
 from ..kernels import (
     CACHE_LINE,
     PANEL_ROWS,
-    ExpertCall,
     PanelLayout,
-    PanelProducts,
+    Products,
     compile_quantized_weights_in_background,
     dequantize_panels,
-    dequantize_row,
     factor_of,
     multiply_many,
     quantize_panels,
     uses_gemm,
 )
 from ..storage import huge_page_memory
-from .matrices import Matrices
+from .matrices import OF_KERNEL, Matrices, address
 
 # With more tokens, arithmetic limits the products, and torch is faster.
 MOST_TOKENS = 64
@@ -72,6 +70,7 @@ class QuantizedMatrices(Matrices):
     """
 
     most_tokens = MOST_TOKENS
+    _products: Products
 
     def __init__(self, weights: torch.Tensor | Stack, bits: int, group_size: int):
         count, rows, columns = weights.shape
@@ -80,7 +79,7 @@ class QuantizedMatrices(Matrices):
         self.factors = [
             self._encode(weight.detach(), panels.numpy()) for weight, panels in zip(weights, self._data, strict=True)
         ]
-        self._products = PanelProducts(self._data.data_ptr(), self.layout, self.factors)
+        self._products = Products.of_panels(self._data.data_ptr(), self.layout, self.factors)
         super().__init__(count, rows, columns)
 
     @property
@@ -108,24 +107,12 @@ class QuantizedMatrices(Matrices):
         if num_tokens:
             tokens = tokens.contiguous()
             bias = None if bias is None else bias.contiguous()
-            bias_at = 0 if bias is None else bias.data_ptr()
-            given = tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr()
+            given = tokens.data_ptr(), num_tokens, is_bfloat16, address(bias), out.data_ptr()
             if by_gemm:
-                multiply_many(self._data[index].data_ptr(), self.layout, self.factors[index], *given)
+                multiply_many(self._products, index, *given)
             else:
                 self._products.multiply(index, *given)
         return out
-
-    def multiply_chosen(
-        self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        dtype = tokens.dtype
-        if dtype == torch.float16:  # the kernels do not read float16
-            return self.multiply_chosen(tokens.float(), chosen, None if bias is None else bias.float()).to(dtype)
-        return self._chosen_by(self._products.multiply_chosen, tokens, chosen, bias)
-
-    def _kernel_of_experts(self, down: Matrices, dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
-        return partial(self._products.add_up_experts, down._products) if isinstance(down, QuantizedMatrices) else None
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """
@@ -140,10 +127,13 @@ class QuantizedMatrices(Matrices):
                 f"index out of range: there are {self.layout.rows:,} rows, and ids from {min(wanted)} to {max(wanted)}"
             )
         places = {row: place for place, row in enumerate(dict.fromkeys(wanted))}
-        numbers = torch.empty(len(places), self.layout.columns)
-        panels = self._data[0].numpy()
+        layout, panels = self.layout, self._data[0].numpy()
+        numbers = torch.empty(len(places), layout.columns)
+        panel = np.empty((PANEL_ROWS, layout.columns), np.float32)
         for row, out in zip(places, numbers.numpy(), strict=True):
-            dequantize_row(panels, self.layout, self.factors[0], row, out)
+            first, lane = divmod(row, PANEL_ROWS)
+            dequantize_panels(panels, layout, self.factors[0], panel[: layout.rows - first * PANEL_ROWS], first)
+            out[:] = panel[lane]
         found = numbers.to(dtype)
         if len(places) < len(wanted):
             found = found[torch.tensor([places[row] for row in wanted])]
@@ -157,10 +147,10 @@ class QuantizedMatrices(Matrices):
 
     def write(self, index: int, out: torch.Tensor) -> None:
         layout = self.layout
-        if out.dtype in (torch.float32, torch.bfloat16):
-            self._decoded(index, 0, layout.panels, out)
+        if out.dtype in OF_KERNEL:
+            self._decoded(index, 0, out)
         else:
-            out.copy_(self._decoded(index, 0, layout.panels, torch.empty(layout.rows, layout.columns)))
+            out.copy_(self._decoded(index, 0, torch.empty(layout.rows, layout.columns)))
 
     def _multiply_dequantized(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply many tokens, `[tokens, columns]`, by torch, dequantizing some panels at a time."""
@@ -173,7 +163,7 @@ class QuantizedMatrices(Matrices):
         scratch = torch.empty(min(height, layout.panels * PANEL_ROWS), width, dtype=tokens.dtype)
         with torch.no_grad():  # a product with `out=` has no gradient
             for first in range(0, layout.rows, height):
-                weight = self._decoded(index, first // PANEL_ROWS, (first + height) // PANEL_ROWS, scratch).t()
+                weight = self._decoded(index, first // PANEL_ROWS, scratch).t()
                 rows = slice(first, first + weight.shape[1])
                 if bias is None:
                     torch.mm(tokens, weight, out=out[:, rows])
@@ -181,11 +171,11 @@ class QuantizedMatrices(Matrices):
                     torch.addmm(bias[rows], tokens, weight, out=out[:, rows])
         return out
 
-    def _decoded(self, index: int, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
-        """Dequantize the rows of some panels into a part of `out`, and return it, `[rows, columns]`."""
-        part, where = self.layout.part(first, last)
-        dequantize_panels(self._data[index, where].numpy(), part, self.factors[index], _as_array(out[: part.rows]))
-        return out[: part.rows, : part.columns]
+    def _decoded(self, index: int, first: int, out: torch.Tensor) -> torch.Tensor:
+        """Dequantize the rows of the panels from `first` on into `out`, as many as it has or are left; return them."""
+        rows = out[: self.layout.rows - first * PANEL_ROWS]
+        dequantize_panels(self._data[index].numpy(), self.layout, self.factors[index], _as_array(rows), first)
+        return rows[:, : self.layout.columns]
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
         """Quantize a matrix into panels; return its factor."""
@@ -194,13 +184,12 @@ class QuantizedMatrices(Matrices):
         if not math.isfinite(largest):
             raise ValueError("has numbers that are infinite or not a number")
         factor = factor_of(largest)
-        is_read = weight.dtype in (torch.float32, torch.bfloat16)
+        is_read = weight.dtype in OF_KERNEL
         step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (PANEL_ROWS * layout.columns * 4))
         for first in range(0, layout.panels, step):
             rows = weight[first * PANEL_ROWS : (first + step) * PANEL_ROWS].contiguous()
-            part, where = layout.part(first, first + step)
             numbers = _as_array(rows if is_read else rows.float())
-            quantize_panels(numbers, part, factor, panels[where])
+            quantize_panels(numbers, layout, factor, panels, first)
             compile_quantized_weights_in_background(numbers.dtype, has_experts=len(self._data) > 1)
         return factor
 

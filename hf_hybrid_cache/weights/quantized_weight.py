@@ -1,27 +1,60 @@
 """
-A quantized weight that takes the place of a module's parameter: a tensor with a shape and a dtype, stored as codes.
+Tensors in the place of a parameter: a quantized weight, and a weight that stays in host memory.
 
-Modules call `linear`, `matmul`, `addmm`, `embedding` and `grouped_mm` as before, and these are computed from the codes.
-Any other operation gets the dequantized numbers, so its result is right, but slower. Nothing of torch or transformers
-is patched.
+A quantized weight is a tensor with a shape and a dtype, stored as codes. Modules call `linear`, `matmul`, `addmm`,
+`embedding` and `grouped_mm` as before, and these are computed from the codes. Any other operation gets the dequantized
+numbers, so its result is right, but slower. Nothing of torch or transformers is patched.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from ..graph_breaks import outside_of_graphs
-from .host_weight import MOVES, asked_dtype
-from .hot_experts import HotExperts
 from .quantized_matrices import QuantizedMatrices
 
 _HOST = torch.device("cpu")
 
 
-class QuantizedWeight(torch.Tensor):
+class _StayingWeight(torch.Tensor):
+    """Answers the methods that a model calls on its parameters when it is moved, as a weight that stays where it is."""
+
+    stays: bool
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.stays:
+            return super().to(*args, **kwargs)
+        kwargs.pop("copy", None)
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return self if dtype in (None, self.dtype) else self.converted(dtype)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.stays else super().cpu(*args, **kwargs)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.stays else super().cuda(*args, **kwargs)
+
+    def converted(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in another dtype."""
+        return self.detach().to(dtype)
+
+
+class HostWeight(_StayingWeight, nn.Parameter):
+    """
+    A parameter that stays in host memory while the rest of its model is on a device.
+
+    `model.to(device)` leaves it there; `model.to(dtype)` converts it. `weight.detach().to(device)` gives a copy on a
+    device.
+    """
+
+    stays = True
+
+
+class QuantizedWeight(_StayingWeight):
     """
     One quantized matrix, or a stack of matrices, or one matrix of a stack; perhaps transposed.
 
@@ -30,28 +63,24 @@ class QuantizedWeight(torch.Tensor):
         which: index of the matrix in `matrices`; `None` for the whole stack, `[matrices, rows, columns]`.
         is_transposed: whether columns come before rows.
         stays: whether it stays in host memory, quantized, when its model is moved to a device.
-        hot: the hot experts of its layer on that device; `None` if none are kept there.
     """
 
     matrices: QuantizedMatrices
     which: int | None
     is_transposed: bool
-    stays: bool
-    hot: HotExperts | None
     _shape: torch.Size
     _dtype: torch.dtype
 
     @staticmethod
     def make(
-        matrices: QuantizedMatrices, count: int | None, which: int | None, is_transposed: bool, dtype: torch.dtype
+        matrices: QuantizedMatrices, which: int | None, is_transposed: bool, dtype: torch.dtype
     ) -> "QuantizedWeight":
         layout = matrices.layout
         sizes = (layout.columns, layout.rows) if is_transposed else (layout.rows, layout.columns)
-        shape = torch.Size(sizes if count is None else (count, *sizes))
+        shape = torch.Size((matrices.count, *sizes) if which is None else sizes)
         weight = torch.Tensor._make_wrapper_subclass(QuantizedWeight, shape, dtype=dtype, device=_HOST)
         weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
-        weight._dtype = dtype
-        weight.stays, weight.hot = False, None
+        weight._dtype, weight.stays = dtype, False
         weight._is_param = True  # makes `isinstance(weight, nn.Parameter)` true
         return weight
 
@@ -72,14 +101,14 @@ class QuantizedWeight(torch.Tensor):
 
     def transposed(self) -> "QuantizedWeight":
         """The weight with its last two axes exchanged; the codes are shared."""
-        return self._again(not self.is_transposed)
+        return self._again(not self.is_transposed, self.dtype)
 
     def one(self, index: int) -> "QuantizedWeight":
         """One matrix of a stack."""
         count = self._shape[0]
         if not -count <= index < count:
             raise IndexError(f"index {index} is out of bounds for {count} matrices")
-        return QuantizedWeight.make(self.matrices, None, index % count, self.is_transposed, self.dtype)
+        return QuantizedWeight.make(self.matrices, index % count, self.is_transposed, self.dtype)
 
     def dense(self) -> torch.Tensor:
         """The dequantized numbers, as a new tensor."""
@@ -91,15 +120,16 @@ class QuantizedWeight(torch.Tensor):
                 weights = weights.t() if self.is_transposed else weights
         return weights
 
+    def converted(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._again(self.is_transposed, dtype) if dtype.is_floating_point else self.dense().to(dtype)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
         # Codes never change, so copies of a model share them.
-        return self._again(self.is_transposed)
+        return self._again(self.is_transposed, self.dtype)
 
-    def _again(self, is_transposed: bool, dtype: torch.dtype | None = None) -> "QuantizedWeight":
-        count = self._shape[0] if self.is_stacked else None
-        weight = QuantizedWeight.make(self.matrices, count, self.which, is_transposed, dtype or self.dtype)
+    def _again(self, is_transposed: bool, dtype: torch.dtype) -> "QuantizedWeight":
+        weight = QuantizedWeight.make(self.matrices, self.which, is_transposed, dtype)
         weight.stays = self.stays
-        weight.hot = None if self.hot is None else HotExperts(self.hot.room)
         return weight
 
     @classmethod
@@ -228,18 +258,6 @@ def _cannot_adopt(*_: Any) -> bool:
     return False
 
 
-def _moved(func: Any) -> Callable[..., torch.Tensor | None]:
-    def moved(weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        if not isinstance(weight, QuantizedWeight) or not weight.stays:
-            return None
-        dtype = asked_dtype(func, args, kwargs)
-        if dtype is not None and not dtype.is_floating_point:
-            return None
-        return weight if dtype in (None, weight.dtype) else weight._again(weight.is_transposed, dtype)
-
-    return moved
-
-
 def _same(weight: QuantizedWeight, *_: Any) -> QuantizedWeight:
     return weight
 
@@ -264,7 +282,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _same,
     torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
     torch._has_compatible_shallow_copy_type: _cannot_adopt,
-    **{func: _moved(func) for func in MOVES},
     functional.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,

@@ -1,21 +1,80 @@
 """Quantizing the weights of a model, permanently or inside a `with` block."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..scalars import checked_bool
 from ..storage import require_host_bytes
-from .coverage import Covered, NothingToQuantizeError, coverage
-from .experts_implementation import chosen_experts_if_any, use_chosen_experts_if_any
+from .chosen_experts import use_chosen_experts_if_any
+from .coverage import GROUP_SIZE, HEAD_BITS, Covered, Width, coverage, require_some
 from .quantized_weight import QuantizedWeight
-from .report import WeightsReport
-from .width import GROUP_SIZE, HEAD_BITS, Width, checked_bool
 
 # A progress bar appears after so many seconds.
 _WORTH_A_BAR = 1.0
+
+
+@dataclass
+class WeightsReport:
+    """
+    A change to a model's weights, in numbers; `print` it.
+
+    Attributes:
+        bits: of a code; `None` where nothing was quantized.
+        group_size: weights that share a scale.
+        head_bits: of a code of the output head.
+        quantized_weights: number of weights that were quantized; stacked experts are one.
+        original_bytes: of the quantized weights, before.
+        quantized_bytes: of the quantized weights, now.
+        other_bytes: of all other weights.
+        left: names of matrices that were not quantized, with the reason.
+        expert_layers: number of layers whose experts are now in host memory; 0 for `quantize_weights`.
+        experts: number of experts in each of these layers, at most.
+        expert_bytes: of all these experts, now, whether quantized or not.
+    """
+
+    bits: int | None = None
+    group_size: int | None = None
+    head_bits: int | None = None
+    quantized_weights: int = 0
+    original_bytes: int = 0
+    quantized_bytes: int = 0
+    other_bytes: int = 0
+    left: dict[str, str] = field(default_factory=dict)
+    expert_layers: int = 0
+    experts: int = 0
+    expert_bytes: int = 0
+
+    def __str__(self) -> str:
+        text = self._about_experts() if self.expert_layers else self._about_weights()
+        return "\n".join([text, *(f"  {name} {reason}" for name, reason in self.left.items())])
+
+    def _about_weights(self) -> str:
+        before, after = self.original_bytes + self.other_bytes, self.quantized_bytes + self.other_bytes
+        head = f" (the output head in {self.head_bits})" if self.head_bits != self.bits else ""
+        return (
+            f"{self.quantized_weights} weights in {self.bits} bits{head}, groups of {self.group_size}: "
+            f"{_gibibytes(before)} became {_gibibytes(after)}"
+        )
+
+    def _about_experts(self) -> str:
+        size = _gibibytes(self.expert_bytes)
+        if self.bits is not None:
+            before = self.expert_bytes - self.quantized_bytes + self.original_bytes
+            size += f" in {self.bits} bits, which were {_gibibytes(before)}"
+        others = self.quantized_bytes + self.other_bytes - self.expert_bytes
+        return (
+            f"{self.expert_layers} layers of {self.experts} experts in host memory: {size}; "
+            f"other weights take {_gibibytes(others)}"
+        )
+
+
+def _gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 @overload
@@ -80,144 +139,126 @@ def quantize_weights(
         ...     model.generate(**inputs, cache=cache)
     """
     width = Width.checked(bits, group_size, head_bits)
+
+    def change(undo: ExitStack) -> WeightsReport:
+        require_cpu(
+            model,
+            f"or with quantization_config=QuantizedWeightsConfig(bits={width.bits})",
+            "; quantized weights need the CPU. Use model.to('cpu'), or decode there with "
+            f"custom_generate=DecodeOnCPU(weights={width.bits}).",
+        )
+        covered, left = coverage(model)
+        require_some(covered, left, model)
+        codes = replace_by_codes(covered, left, width, undo if temporary else None)
+        use_chosen_experts_if_any(model, undo)
+        return report_of(model, codes, left, width)
+
+    return carried_out(change, temporary)
+
+
+def carried_out(
+    change: Callable[[ExitStack], WeightsReport], temporary: bool
+) -> WeightsReport | AbstractContextManager[WeightsReport]:
+    """Change a model now, or inside a `with` block; `change` notes what undoes it, after an error or at the end."""
     if checked_bool("temporary", temporary):
-        return _temporarily(model, width)
-    covered, report = _prepared(model, width)
-    quantize_permanently(covered, width, report)
-    use_chosen_experts_if_any(model)
+        return _inside_block(change)
+    with ExitStack() as undo:
+        report = change(undo)
+        undo.pop_all()
     return report
 
 
 @contextmanager
-def _temporarily(model: PreTrainedModel, width: Width) -> Iterator[WeightsReport]:
-    covered, report = _prepared(model, width)
-    with temporarily_quantized(covered, width, report), chosen_experts_if_any(model):
-        yield report
+def _inside_block(change: Callable[[ExitStack], WeightsReport]) -> Iterator[WeightsReport]:
+    with ExitStack() as undo:
+        yield change(undo)
 
 
-@contextmanager
-def temporarily_quantized(covered: list[Covered], width: Width, report: WeightsReport) -> Iterator[None]:
+def replace_by_codes(
+    covered: list[Covered], left: dict[str, str], width: Width, undo: ExitStack | None = None
+) -> list[QuantizedWeight]:
     """
-    Put quantized weights into the modules, and the modules' own parameters back when the block ends.
+    Put quantized weights into the modules, and the names of those that cannot be quantized into `left`.
+
+    With `undo` the parameters stay in memory, and are back when it ends. Without it each is freed as soon as its codes
+    are made: `covered` is emptied.
 
     Raises:
-        HostMemoryError: host memory would not suffice for the codes beside the parameters.
+        HostMemoryError: host memory would not suffice, for all codes beside the parameters or for the largest codes.
     """
-    require_host_bytes(sum(each.quantized_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
-    pairs = list(_quantized_one_by_one(covered, width, report))
-    try:
-        try:
-            for each, twin in pairs:
-                each.hold(twin)
-            yield
-        finally:
-            _hold_originals(pairs)
-    except BaseException:
-        _hold_originals(pairs)  # a second Ctrl-C may have interrupted the first attempt
-        raise
+    sizes = [each.quantized_bytes(width) for each in covered]
+    require_host_bytes(max(sizes, default=0) if undo is None else sum(sizes), f"Weights in {width.bits} bits need")
+    codes: list[QuantizedWeight] = []
+    kept: list[Covered] = []
+    if undo is not None:
+        undo.callback(_put_back, kept)
+        undo.callback(_put_back, kept)  # a second Ctrl-C may interrupt the first time
+    with quantization_bar(len(covered), width.bits) as bar:
+        while covered:
+            each = covered.pop(0)
+            try:
+                data = each.parameter.data.to("cpu")
+                codes.append(each.quantized(each.as_stack(data), data.dtype, width))
+            except ValueError as error:
+                left[each.name] = str(error)
+            else:
+                if undo is not None:
+                    kept.append(each)
+                each.hold(codes[-1])
+            bar.update()
+    return codes
 
 
-def quantize_permanently(covered: list[Covered], width: Width, report: WeightsReport) -> None:
-    """
-    Put quantized weights into the modules; each parameter is freed as soon as its codes are made.
-
-    Raises:
-        HostMemoryError: host memory would not suffice for the codes of the largest weight.
-    """
-    require_host_bytes(max(each.quantized_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
-    quantize_each(covered, width, report)
-
-
-def quantize_each(covered: list[Covered], width: Width, report: WeightsReport) -> None:
-    """Do the same without checking host memory; `covered` may be empty."""
-    for each, twin in _quantized_one_by_one(covered, width, report):
-        each.hold(twin)
-
-
-def _hold_originals(pairs: list[tuple[Covered, QuantizedWeight]]) -> None:
-    for each, _ in pairs:
+def _put_back(kept: list[Covered]) -> None:
+    for each in kept:
         each.hold(each.parameter)
+
+
+def report_of(
+    model: PreTrainedModel, codes: list[QuantizedWeight], left: dict[str, str], width: Width | None
+) -> WeightsReport:
+    """Report what `codes` have replaced in a model, and what is `left`; `width` is `None` if nothing was to be."""
+    quantized_bytes = sum(map(bytes_of, codes))
+    report = WeightsReport(
+        quantized_weights=len(codes),
+        original_bytes=sum(weight.nbytes for weight in codes),
+        quantized_bytes=quantized_bytes,
+        other_bytes=sum(map(bytes_of, model.parameters())) - quantized_bytes,
+        left=left,
+    )
+    if width is not None:
+        report.bits, report.group_size, report.head_bits = width
+    return report
+
+
+def bytes_of(weight: Any) -> int:
+    """Bytes that a parameter takes; of a quantized weight, those of its codes."""
+    num_bytes: int = weight.matrices.num_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
+    return num_bytes
 
 
 def quantization_bar(num_weights: int, bits: int | None) -> Any:
     """
     A progress bar on a terminal or in a notebook, where quantizing takes long and transformers' progress bars are on.
 
-    Args:
-        num_weights: number of weights that will be quantized.
-        bits: of a code; `None` for no bar.
+    Without `bits` there is none.
     """
-    text = f"Weights in {bits} bits"
-    return logging.tqdm(
-        total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=True if bits is None else None
-    )
+    text, is_off = f"Weights in {bits} bits", True if bits is None else None
+    return logging.tqdm(total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=is_off)
+
+
+def require_cpu(model: PreTrainedModel, then: str, why: str) -> None:
+    """Raise a `ValueError` if a model is not on the CPU; `then` and `why` end what it says."""
+    devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
+    if devices:
+        require_own_weights(model, then)
+        raise ValueError(f"Weights are on {' and '.join(devices)}{why}")
 
 
 def require_own_weights(model: PreTrainedModel, then: str) -> None:
-    """
-    Check that accelerate does not manage where the model's weights are.
-
-    Args:
-        model: any model.
-        then: end of the advice to load the model onto the CPU.
-
-    Raises:
-        ValueError: accelerate manages them.
-    """
+    """Raise a `ValueError` if accelerate manages where the weights are; `then` ends the way out."""
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ValueError(
             "accelerate manages where this model's weights are (several devices, or offloading). Load it onto the CPU, "
             f"without device_map, {then}."
         )
-
-
-def require_some(covered: list[Covered], left: dict[str, str], model: PreTrainedModel) -> None:
-    """
-    Check that at least one weight can be quantized.
-
-    Raises:
-        NothingToQuantizeError: there is none.
-    """
-    if not covered:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in list(left.items())[:3])
-        raise NothingToQuantizeError(
-            f"No weight of {type(model).__name__} can be quantized: {reasons or 'it has no matrices'}."
-        )
-
-
-def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:
-    devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
-    if devices:
-        require_own_weights(model, f"or with quantization_config=QuantizedWeightsConfig(bits={width.bits})")
-        raise ValueError(
-            f"Weights are on {' and '.join(devices)}; quantized weights need the CPU. Use model.to('cpu'), "
-            f"or decode there with custom_generate=DecodeOnCPU(weights={width.bits})."
-        )
-    covered, left = coverage(model)
-    require_some(covered, left, model)
-    ours = {id(each.parameter) for each in covered}
-    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in ours)
-    return covered, WeightsReport(*width, other_bytes=others, left=left)
-
-
-def _quantized_one_by_one(
-    covered: list[Covered], width: Width, report: WeightsReport
-) -> Iterator[tuple[Covered, QuantizedWeight]]:
-    """Weights with their quantized twins, counted in the report. It empties `covered`, so that weights can be freed."""
-    with quantization_bar(len(covered), width.bits) as bar:
-        while covered:
-            each = covered.pop(0)
-            num_bytes = each.parameter.nbytes
-            try:
-                twin = each.quantized(each.parameter.data.to("cpu"), width)
-            except ValueError as error:
-                report.left[each.name] = str(error)
-                report.other_bytes += num_bytes
-            else:
-                report.quantized_weights += 1
-                report.original_bytes += num_bytes
-                report.quantized_bytes += twin.matrices.num_bytes
-                yield each, twin
-                del twin
-            del each
-            bar.update()

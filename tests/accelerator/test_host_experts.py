@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
-from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.weights import streamed_experts
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
-from hf_hybrid_cache.weights.hot_experts import HotExperts
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
+from hf_hybrid_cache.weights.streamed_experts import streamed_experts
 
 import simulated
 from accelerator.decoding import decode
@@ -118,7 +116,7 @@ def test_a_prompt_takes_room_for_two_experts_on_the_device():
     like = torch.empty(1, device=DEVICE)
     everyone = list(range(NUM_EXPERTS))
     with simulated.memory_limit(simulated.memory_allocated() + 5 * of_expert // 2):
-        sums = [float(up.sum() + down.sum()) for _, up, down in streamed_experts._streamed(layer, everyone, like)]
+        sums = [float(up.sum() + down.sum()) for _, (up, down) in streamed_experts(layer, everyone, like)]
     experts = next(iter(expert_modules(model).values()))
     exact = experts.gate_up_proj.detach().sum((1, 2)) + experts.down_proj.detach().sum((1, 2))
     torch.testing.assert_close(torch.tensor(sums), exact, rtol=1e-4, atol=1e-4)
@@ -131,69 +129,3 @@ def test_codes_keep_their_type_when_the_model_changes_its():
     quantized = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
     assert {weight.dtype for weight in quantized} == {torch.bfloat16}
     assert logits(model, random_prompt(1, 5)).dtype == torch.bfloat16
-
-
-# --- hot experts on the device
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.usefixtures("exact_kernels")
-def test_with_popular_experts_on_the_device_a_model_computes_the_same(family, bits, order):
-    model = expert_model(family)
-    ids = random_prompt(1, 300)
-    move_experts_to_host(model, bits, device_experts=2)
-    theirs = logits(model, ids)
-    model.to(DEVICE)
-    with torch.no_grad():
-        cache = DynamicHybridCache(model.config, cpu_decode=False)
-        prompt = model(ids[:, :290].to(DEVICE), **cache_argument(cache)).logits
-        steps = [model(ids[:, [at]].to(DEVICE), **cache_argument(cache)).logits for at in range(290, 300)]
-    ours = torch.cat([prompt, *steps], 1).cpu()
-    errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
-    assert errors.median() < (1e-5 if bits is None else 2e-3)
-    for module in expert_modules(model).values():
-        hot = module._parameters["down_proj"].hot
-        assert len(hot.held(torch.device(DEVICE, 0))) == 2
-
-
-def test_hot_experts_when_choices_change_then_are_replaced_on_the_device():
-    model = expert_model("mixtral")
-    move_experts_to_host(model, device_experts=2)
-    model.to(DEVICE)
-    module = next(iter(expert_modules(model).values()))
-    hot = module._parameters["down_proj"].hot
-    device = torch.device(DEVICE, 0)
-
-    def prompt(*experts: int) -> None:
-        chosen = torch.tensor(experts, device=DEVICE).repeat(300 // len(experts) + 1)[:300].view(150, 2)
-        with torch.no_grad():
-            module(torch.randn(150, 64, device=DEVICE), chosen, torch.ones(150, 2, device=DEVICE))
-
-    prompt(1, 2, 1, 2, 4, 5)
-    assert set(hot.held(device)) == {1, 2}
-    prompt(4, 5)  # too soon after the last look
-    assert set(hot.held(device)) == {1, 2}
-    prompt(4, 5)
-    assert set(hot.held(device)) == {4, 5}
-    for index, (up, down) in hot.held(device).items():
-        assert torch.equal(up.cpu(), module.gate_up_proj.detach()[index])
-        assert torch.equal(down.cpu(), module.down_proj.detach()[index])
-
-
-@pytest.mark.skipif(not IS_SIMULATED, reason="memory is limited on the simulated accelerator")
-def test_hot_experts_when_device_is_full_then_run_on_cpu_with_warning():
-    model = expert_model("mixtral")
-    move_experts_to_host(model, device_experts=6)
-    ids = random_prompt(1, 100)
-    theirs = logits(model, ids)
-    model.to(DEVICE)
-    logits(model, ids[:, :1])
-    [first, *_] = expert_modules(model).values()
-    first._parameters["down_proj"].hot = hot = HotExperts(6)
-    up, down = torch.empty(192, 64, device=DEVICE), torch.empty(64, 96, device=DEVICE)
-    hot.note(torch.tensor([1, 2, 3, 4, 5, 6]), 21)
-    with simulated.memory_limit(simulated.memory_allocated()), pytest.warns(UserWarning, match="no room for 6 experts"):
-        hot.keep(5, up, down)
-    assert hot.room == 0
-    torch.testing.assert_close(logits(model, ids), theirs, rtol=1e-3, atol=1e-3)

@@ -15,8 +15,8 @@ from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCach
 from hf_hybrid_cache.attention import torch_attention
 from hf_hybrid_cache.attention.host_attention import HostAttention
 from hf_hybrid_cache.attention.queries import Queries
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
-from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
+from hf_hybrid_cache.kernels.attention.workspace import set_prefill_kernel
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.storage import CacheStats, Store
 
 from common.soak import count, search_at_random

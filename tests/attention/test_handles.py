@@ -21,7 +21,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.attention.handles import KVHandle
-from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
+from hf_hybrid_cache.kernels.attention.workspace import set_prefill_kernel
 
 from common.lazy_streams import copy_late
 

@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     Placement,
     QuantizedHybridCache,
     QuantizedWeightsConfig,
-    Selection,
     cache_for_budget,
     get_num_threads,
     minmax,
@@ -56,7 +55,6 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "cpu_decode": lambda of: Placement(cpu_decode=[of(1), of(3)]),
     "counts": lambda of: Placement(True, of(2), of(1), device_tokens=of(128)),
     "device_tokens": lambda of: OffloadedHybridCache(CONFIG, of(2), of(1), device_tokens=of(128))._stores.placement,
-    "dense_layers": lambda of: Selection(dense_layers=(of(0), of(1))),
     "threads": lambda of: num_threads(of(1)),
     "weights": lambda of: QuantizedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
     "DecodeOnCPU": lambda of: DecodeOnCPU(weights=of(8)),
@@ -76,7 +74,6 @@ def test_integers_of_numpy_and_torch_are_those_of_python(name: str, kind: Callab
 @pytest.mark.parametrize("share", [np.float32(0.5), np.float64(0.5)])
 def test_shares_of_numpy_are_those_of_python(share: Any):
     assert repr(Placement(cpu_decode=share)) == repr(Placement(cpu_decode=0.5))
-    assert repr(Selection(top_p=share, most=share)) == repr(Selection(top_p=0.5, most=0.5))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from hf_hybrid_cache import (
     KVCodec,
     OffloadedHybridCache,
     Placement,
-    Selection,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -48,11 +47,6 @@ def offloaded_partly(config: PreTrainedConfig) -> HybridCache:
     return OffloadedHybridCache(config, prefetch_layers=2, resident_layers=resident_layers, cpu_decode=False)
 
 
-def selected(config: PreTrainedConfig) -> HybridCache:
-    """Select pages as for any `top_p`, but let the skipped ones not change the result."""
-    return DynamicHybridCache(config, cpu_decode=True, selection=Selection(top_p=1 - 1e-7, most=1))
-
-
 def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
     """The last full-attention layer on the CPU, the others streamed."""
     return HybridCache(config, Placement(offload=True, cpu_decode=full_attention_layers(config)[-1:]))
@@ -80,16 +74,12 @@ SAME_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
 # Attention is the kernel's: results differ by rounding.
 OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "default": DynamicHybridCache,
-    "selected": selected,
     "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }
 # Both ends of the context on the device, the middle in host memory, attended to by the kernel, streamed, or half of it.
 SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
-    "split_selected": lambda config: OffloadedHybridCache(
-        config, device_tokens=128, cpu_decode=True, selection=Selection(top_p=1 - 1e-7, most=1)
-    ),
     "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
     "split_in_three": lambda config: OffloadedHybridCache(
         config, device_tokens=128, cpu_decode=0.5, resident_layers=int(num_full_attention_layers(config) > 1)
@@ -155,9 +145,8 @@ QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], C
 }
 # Attention is the kernel's, over the codes.
 QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
-    "quantized_selected": (
-        # Pages are chosen as for any share, and what is left out does not show.
-        lambda config: HybridCache(config, codec=minmax(4, rotate=True), selection=Selection(top_p=1 - 1e-7, most=1)),
+    "quantized_4": (
+        lambda config: HybridCache(config, codec=minmax(4, rotate=True)),
         lambda config: quantized_reference(config, minmax(4, rotate=True)),
     ),
     "quantized_8": (

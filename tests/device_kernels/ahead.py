@@ -10,9 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_hybrid_cache.device_kernels.merging import merge_kernel
-from hf_hybrid_cache.device_kernels.quantized_attention import attend_kernel, types_of_products
-from hf_hybrid_cache.device_kernels.splits import OPTIONS, shape_arguments
+from hf_hybrid_cache.device_kernels.split_kernels import attend_kernel, merge_kernel
+from hf_hybrid_cache.device_kernels.splits import OPTIONS, shape_arguments, types_of_products
 from hf_hybrid_cache.kernels import PackedLayout
 
 # Each case: bits, head_dim of keys and values, rows, the kind of mask and the type of the states.

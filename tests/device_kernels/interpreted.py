@@ -25,7 +25,7 @@ def load() -> None:
     if why_not() is None and not torch.cuda.is_available():
         with told():
             importlib.import_module("triton.language")
-            importlib.import_module("hf_hybrid_cache.device_kernels.quantized_attention")
+            importlib.import_module("hf_hybrid_cache.device_kernels.split_kernels")
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def test_public_names_and_options_of_caches_are_those_in_the_table():
 
 
 def test_the_caches_have_few_options():
-    assert len(options(QuantizedHybridCache)) <= 8
-    assert sum(len(options(cache)) for cache in CACHES) <= 25
+    assert len(options(QuantizedHybridCache)) <= 7
+    assert sum(len(options(cache)) for cache in CACHES) <= 21
 
 
 if __name__ == "__main__":  # python -m tests.documentation.test_public_names writes the table

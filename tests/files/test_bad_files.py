@@ -19,7 +19,6 @@ from hf_hybrid_cache import (
     CacheFileError,
     DynamicHybridCache,
     HybridCache,
-    Selection,
     minmax,
     saved_token_ids,
 )
@@ -34,9 +33,8 @@ CONFIG = FAMILIES["llama"]()
 
 @cache
 def _content(family: str, bits: int | None, num_tokens: int) -> bytes:
-    model, ids, selection = tiny_model(family), random_prompt(1, num_tokens), Selection()
-    full = DynamicHybridCache(model.config, selection=selection)
-    filled = HybridCache(model.config, codec=minmax(bits, sink_tokens=0)) if bits else full
+    model, ids = tiny_model(family), random_prompt(1, num_tokens)
+    filled = HybridCache(model.config, codec=minmax(bits, sink_tokens=0) if bits else None)
     with torch.no_grad():
         model(ids, **cache_argument(filled))
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +43,7 @@ def _content(family: str, bits: int | None, num_tokens: int) -> bytes:
 
 
 def good_file(folder: Path, family: str = "llama", bits: int | None = None, num_tokens: int = 200) -> Path:
-    """Write a cache with token ids, in full precision with an index of keys; return its path."""
+    """Write a cache with token ids, in full precision or quantized; return its path."""
     path = folder / "cache.kv"
     path.write_bytes(_content(family, bits, num_tokens))
     return path

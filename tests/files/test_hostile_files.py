@@ -13,7 +13,7 @@ from files.test_bad_files import error_of, good_file
 from fuzz.altered import altered
 from hypothesis import given
 
-from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache, Placement, Selection
+from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache, Placement
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.files.description import DTYPES
 from hf_hybrid_cache.files.layers import bytes_of
@@ -32,7 +32,6 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
     "split": lambda: {"placement": Placement(True, cpu_decode=True, device_tokens=128)},
     "shared": lambda: {"placement": Placement(True, cpu_decode=0.5)},
     "mapped": lambda: {"placement": Placement(cpu_decode=True), "mmap": True},
-    "selected": lambda: {"placement": Placement(cpu_decode=True), "selection": Selection(most=1)},
     "divided": lambda: {"group": group_of_one()},
 }
 Change = Callable[[Any, dict[str, TensorForm]], None]

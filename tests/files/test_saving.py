@@ -27,6 +27,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec
+from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
@@ -194,6 +195,33 @@ def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(window: obje
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_linux)])
+@pytest.mark.parametrize("codec", [None, minmax(4)], ids=str)
+def test_index_of_keys_of_an_earlier_version_is_skipped(codec: KVCodec | None, mmap: bool, tmp_path: Path):
+    model, path, num_tokens = tiny_model("llama"), tmp_path / "cache.kv", 500
+    original = filled(model, lambda config: HybridCache(config, codec=codec), num_tokens, batch=2)
+    original.save(path)
+    with_index = tmp_path / "index.kv"
+    with TensorFile(path, path.open("rb", buffering=0)) as file, with_index.open("wb") as new:
+        sections = [copied_section(file, name) for name in file.sections]
+        index = {"index.1/blocks": TensorForm("uint8", (5, 2, 2, 3))}  # packed blocks of two sequences and two KV heads
+        sections.append(Section("index.1", index, lambda: [[bytes(60)]]))
+        metadata = {name: text for name, text in file.metadata.items() if not name.startswith("checksum ")}
+        NewFile(metadata, sections).write(new)
+    loaded = HybridCache.load(with_index, model.config, mmap=mmap)
+    assert_goes_on_like(model, loaded, copy.deepcopy(original), num_tokens)
+    loaded.save(with_index)
+    with TensorFile(with_index, with_index.open("rb", buffering=0)) as file:
+        assert "index.1" not in file.sections
+
+
+def copied_section(file: TensorFile, name: str) -> Section:
+    forms = {each: placed.form for each, placed in file.tensors(name).items()}
+    data = {each: bytearray(form.num_bytes) for each, form in forms.items()}
+    file.read(name, {each: memoryview(content) for each, content in data.items()})
+    return Section(name, forms, lambda: ([content] for content in data.values()))
+
+
 def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(tmp_path: Path):
     cache, path = filled(tiny_model("llama"), DynamicHybridCache, 100), tmp_path / "cache.kv"
     cache.crop(-20)
@@ -278,7 +306,7 @@ class Reloaded:
     [
         (CacheMachine, "dynamic", False),
         (CacheMachine, "offloaded_partly", False),
-        (CacheMachine, "selected", True),
+        (CacheMachine, "default", True),
         (QuantizedCacheMachine, "quantized_streamed", False),
         (QuantizedCacheMachine, "quantized_8", True),
         (QuantizedCacheMachine, "quantized_2", False),

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache.attention import StoredAttention
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from common.caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, SPLIT, stock
 from common.modes import (

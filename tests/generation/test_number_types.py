@@ -20,7 +20,7 @@ QUANTIZED = {
 }
 ALL: dict[str, Callable[[PreTrainedConfig], HybridCache]] = CACHES | QUANTIZED
 # A share, or attention on the CPU that was asked for, needs one type that there is a kernel for.
-ASK_FOR_A_KERNEL = {"selected", "cpu_decode_partly", "shared_with_nobody", "split", "split_selected", "split_in_three"}
+ASK_FOR_A_KERNEL = {"cpu_decode_partly", "shared_with_nobody", "split", "split_in_three"}
 
 
 def last_logits(make: Callable[[PreTrainedConfig], Cache], dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,6 @@ from hf_hybrid_cache import (
     HybridCache,
     PrefixStore,
     QuantizedHybridCache,
-    Selection,
     minmax,
     prefill,
 )
@@ -194,15 +193,13 @@ def test_what_a_crash_left_in_the_file_is_not_read_again(make: Any, tmp_path: Pa
 def test_cache_when_filled_from_a_checkpoint_then_stays_as_it_was_made(tmp_path: Path):
     model, ids, path = tiny_model("llama"), random_prompt(1, 300), tmp_path / "report.kv"
     made = prefill(model, ids, QuantizedHybridCache(model.config, bits=8), checkpoint=path)
-    selection = Selection(top_p=0.9)
-    options = QuantizedHybridCache(model.config, bits=8, max_length=500, selection=selection)
+    options = QuantizedHybridCache(model.config, bits=8, max_length=500)
     for cache in (options, QuantizedHybridCache(model.config, bits=8, offload=True, cpu_decode=False)):
         with forward_passes(model) as passes:
             assert prefill(model, ids, cache, checkpoint=path) is cache
         assert passes == []
         assert cache.codecs == made.codecs
         assert torch.equal(cache.layers[0].keys, made.layers[0].keys)
-    assert options.selection is selection
     assert not cache.layers[0].is_attended_on_cpu
 
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 
 @pytest.fixture(autouse=True)

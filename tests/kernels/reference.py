@@ -121,27 +121,6 @@ def to_record(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, bits: i
     return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, minima)])
 
 
-def dequantized_index(packed: np.ndarray, dim: int) -> np.ndarray:
-    """
-    Dequantize a key index as `kernels.key_index` describes it, code by code: `[heads, blocks * 64, dim]`.
-
-    records: `[blocks, heads, bytes]`.
-    """
-    blocks, heads, _ = packed.shape
-    inner = -(-dim // 16) * 16
-    words = packed[..., : inner * 16].copy().view(np.uint32).reshape(blocks, heads, inner // 16, 64)
-    codes = np.empty((blocks, heads, inner, 64))
-    for index in range(inner):
-        chunk, place = divmod(index, 16)
-        half, pair = divmod(place, 8)
-        codes[:, :, index] = words[:, :, chunk] >> np.uint32(pair * 2 + half * 16) & np.uint32(3)
-    rest = packed[..., inner * 16 : inner * 16 + (64 + inner) * 2].copy().view(np.uint16)
-    numbers = (rest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    rotated = numbers[..., None, :64] * (codes - 1.5) + numbers[..., 64:, None]
-    keys = np.einsum("bhdt,de->hbte", rotated[:, :, :dim], hadamard(dim))
-    return keys.reshape(heads, blocks * 64, dim)
-
-
 @dataclass
 class QuantizedStates:
     """

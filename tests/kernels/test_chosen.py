@@ -7,11 +7,9 @@ import pytest
 
 from hf_hybrid_cache.kernels import (
     PanelLayout,
-    PanelProducts,
-    PlainWeights,
+    Products,
     factor_of,
     get_num_threads,
-    multiply_plain,
     quantize_panels,
     set_num_threads,
 )
@@ -53,11 +51,8 @@ def run(multiply: Multiply, tokens: np.ndarray, chosen: np.ndarray, bias: np.nda
     out = np.full((chosen.size, rows), 7, tokens.dtype)
     chosen = np.ascontiguousarray(chosen, np.int64)
     bias_at = 0 if bias is None else bias.ctypes.data
-    is_bfloat16 = tokens.dtype == np.uint16
-    per_token = chosen.size // len(tokens)
-    wrong = multiply(
-        chosen.ctypes.data, chosen.size, tokens.ctypes.data, per_token, is_bfloat16, bias_at, out.ctypes.data
-    )
+    given = tokens.ctypes.data, chosen.size, tokens.dtype == np.uint16, bias_at, out.ctypes.data
+    wrong = multiply(0, *given, chosen.ctypes.data, chosen.size // len(tokens))
     assert wrong == 0
     return out
 
@@ -67,13 +62,16 @@ def as_float(out: np.ndarray) -> np.ndarray:
 
 
 def of_rows(weights: np.ndarray) -> Multiply:
-    return lambda *given: multiply_plain(PlainWeights(weights.ctypes.data, *weights.shape), *given)
+    return Products.of_numbers(weights.ctypes.data, *weights.shape, weights.dtype == np.uint16).multiply
 
 
 def of_columns(weights: np.ndarray) -> Multiply:
     """Return a product with weights that have columns before rows in memory."""
     stored = np.ascontiguousarray(weights.transpose(0, 2, 1))
-    return lambda *given: multiply_plain(PlainWeights(stored.ctypes.data, *weights.shape, is_transposed=True), *given)
+    is_bfloat16 = weights.dtype == np.uint16
+    return lambda *given: Products.of_numbers(
+        stored.ctypes.data, *weights.shape, is_bfloat16, is_transposed=True
+    ).multiply(*given)
 
 
 @pytest.mark.covering(2)
@@ -111,8 +109,8 @@ def test_products_with_chosen_panels_are_those_with_the_decoded_weights(shape, n
     chosen = choices(num_tokens, of_token)
     tokens, exact_tokens = random_numbers(num_tokens, shape[1], seed=2)
     bias, exact_bias = random_numbers(COUNT, shape[0], seed=3) if has_bias else (None, None)
-    products = PanelProducts(panels.ctypes.data, layout, factors)
-    out = run(products.multiply_chosen, tokens, chosen, bias, shape[0])
+    products = Products.of_panels(panels.ctypes.data, layout, factors)
+    out = run(products.multiply, tokens, chosen, bias, shape[0])
     exact = expected(exact_tokens, weights, chosen, exact_bias)
     # Tokens are rounded to 16 bits of the largest in their group.
     of_all = np.abs(weights).sum(2).max() * np.abs(tokens).max()
@@ -151,7 +149,7 @@ def test_indices_of_no_weight_are_counted(index):
     tokens, _ = random_numbers(2, 64, seed=1)
     chosen = np.array([[0, index], [index, 1]], np.int64)
     out = np.full((4, 20), 7, np.float32)
-    given = chosen.ctypes.data, 4, tokens.ctypes.data, 2, False, 0, out.ctypes.data
-    assert multiply_plain(PlainWeights(weights.ctypes.data, *weights.shape), *given) == 2
+    given = tokens.ctypes.data, 4, False, 0, out.ctypes.data, chosen.ctypes.data, 2
+    assert of_rows(weights)(0, *given) == 2
     assert (out[1:3] == 0).all()
     assert (out[[0, 3]] != 7).all()

@@ -15,30 +15,26 @@ from filelock import FileLock
 import hf_hybrid_cache
 from hf_hybrid_cache.kernels import (
     PanelLayout,
-    PanelProducts,
+    Products,
     dequantize_blocks,
     factor_of,
     multiply_many,
     quantize_blocks,
 )
 from hf_hybrid_cache.kernels.attention.attention import attention_kernels
+from hf_hybrid_cache.kernels.attention.codes import quantized_attention_kernels
 from hf_hybrid_cache.kernels.attention.prefill_attention import prefill_kernels
-from hf_hybrid_cache.kernels.attention.quantized_attention import quantized_attention_kernels
-from hf_hybrid_cache.kernels.quantized.quantization import coding_kernels
-from hf_hybrid_cache.kernels.selection.key_index import index_kernels
-from hf_hybrid_cache.kernels.selection.selected_attention import selected_attention_kernels
-from hf_hybrid_cache.kernels.selection.selected_quantized_attention import selected_quantized_kernels
+from hf_hybrid_cache.kernels.forms.blocks import coding_kernels
+from hf_hybrid_cache.kernels.forms.panels import dequantize_panels, panel_kernels, quantize_panels
 from hf_hybrid_cache.kernels.vector.compiled import Needed
-from hf_hybrid_cache.kernels.weights.panel_gemm import gemm_kernels
-from hf_hybrid_cache.kernels.weights.panel_products import panel_product_kernels
-from hf_hybrid_cache.kernels.weights.panels import dequantize_panels, dequantize_row, panel_kernels, quantize_panels
-from hf_hybrid_cache.kernels.weights.plain_products import plain_product_kernels
+from hf_hybrid_cache.kernels.weights.experts import expert_kernels
+from hf_hybrid_cache.kernels.weights.gemm import gemm_kernels
+from hf_hybrid_cache.kernels.weights.products import product_kernels
 from kernels import (
     test_attention,
     test_chosen,
     test_experts,
     test_prefill_attention,
-    test_selected_attention,
 )
 from kernels import (
     test_quantized_attention as quantized,
@@ -49,7 +45,7 @@ from kernels.test_quantization import layout_of
 from common.programs import TESTS
 
 NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
-SMALL = "small_kernels.small"
+SMALL = "kernels.small_kernels.small"
 CALL_SMALL = """
 from kernels.small_kernels import another, small
 assert small() == 1
@@ -67,16 +63,6 @@ def attend_quantized(storage: str) -> None:
     quantized.attend_in(quantized.Workspace(quantized.shape_of(made[0])), made)
 
 
-def attend_selected(storage: str) -> None:
-    made = test_selected_attention.make_plain(storage=storage)
-    test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
-
-
-def attend_selected_quantized(storage: str) -> None:
-    made = quantized.make(storage=storage)
-    test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
-
-
 def attend_many(storage: str) -> None:
     case, bits = test_attention.make(storage, 100, length=70, rounded_query=storage == "bfloat16")
     test_prefill_attention.check(case, bits, 0.125, test_prefill_attention.BOUNDS[storage])
@@ -88,59 +74,49 @@ def code(storage: str) -> None:
     dequantize_blocks(quantize_blocks(states, layout), layout, states)
 
 
-def index(storage: str) -> None:
-    test_selected_attention.quantize_index(
-        stored(np.ones((1, 1, 64, 64), np.float32), storage)[0],
-        np.empty((1, 1, test_selected_attention.index_bytes(64)), np.uint8),
-    )
-
-
 def quantize_loaded(storage: str) -> None:
     weight, _ = stored(np.ones((16, 32), np.float32), storage)
     layout = PanelLayout(4, 16, 32, 32)
     panels = np.empty(layout.num_bytes, np.uint8)
     quantize_panels(weight, layout, factor_of(1.0), panels)
     dequantize_panels(panels, layout, factor_of(1.0), weight)
-    dequantize_row(panels, layout, factor_of(1.0), 0, np.empty(32, np.float32))
 
 
-def multiply_quantized(storage: str) -> None:
+def multiply_few(storage: str) -> None:
     layout = PanelLayout(4, 16, 32, 32)
     panels, out = np.zeros(layout.num_bytes, np.uint8), np.empty((1, 16), np.float32)
     tokens, chosen = np.ones((1, 32), np.float32), np.zeros(1, np.int64)
-    products = PanelProducts(panels.ctypes.data, layout, [1.0])
+    products = Products.of_panels(panels.ctypes.data, layout, [1.0])
     products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
-    products.multiply_chosen(chosen.ctypes.data, 1, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
-    test_experts.run(test_experts.quantized(32, 16, 4).kernel, test_experts.given(32, 16, storage=storage))
+    products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data, chosen.ctypes.data)
+    weights, tokens = (test_chosen.random_numbers(*shape, storage=storage)[0] for shape in ((6, 16, 32), (1, 32)))
+    for of in (test_chosen.of_rows, test_chosen.of_columns):
+        test_chosen.run(of(weights), tokens, np.zeros((1, 1)), None, 16)
 
 
 def multiply_many_tokens(storage: str) -> None:
     layout = PanelLayout(4, 16, 32, 32)
     tokens, out = (stored(np.ones(shape, np.float32), storage)[0] for shape in ((1, 32), (1, 16)))
     panels, is_bfloat16 = np.zeros(layout.num_bytes, np.uint8), storage == "bfloat16"
-    multiply_many(panels.ctypes.data, layout, 1.0, tokens.ctypes.data, 1, is_bfloat16, 0, out.ctypes.data)
+    products = Products.of_panels(panels.ctypes.data, layout, [1.0])
+    multiply_many(products, 0, tokens.ctypes.data, 1, is_bfloat16, 0, out.ctypes.data)
 
 
-def multiply_plain(storage: str) -> None:
-    weights, tokens = (test_chosen.random_numbers(*shape, storage=storage)[0] for shape in ((6, 16, 32), (1, 32)))
-    for of in (test_chosen.of_rows, test_chosen.of_columns):
-        test_chosen.run(of(weights), tokens, np.zeros((1, 1)), None, 16)
-    test_experts.run(test_experts.plain(32, 16, storage).kernel, test_experts.given(32, 16, storage=storage))
+def add_up_experts(storage: str) -> None:
+    for experts in (test_experts.quantized(32, 16, 4), test_experts.plain(32, 16, storage)):
+        test_experts.run(experts.kernel, test_experts.given(32, 16, storage=storage))
 
 
 Ahead = Callable[[np.dtype], list[Needed]]
 FAMILIES: dict[str, tuple[Ahead, Callable[[str], None], list[str]]] = {
     "attention": (attention_kernels, attend, list(NAMES)),
     "attention to codes": (quantized_attention_kernels, attend_quantized, list(NAMES)),
-    "attention to pages": (selected_attention_kernels, attend_selected, list(NAMES)),
-    "attention to pages of codes": (selected_quantized_kernels, attend_selected_quantized, list(NAMES)),
     "attention of many queries": (prefill_kernels, attend_many, list(NAMES)),
-    "codes": (coding_kernels, code, ["float32", "bfloat16"]),
-    "index": (index_kernels, index, ["float32", "bfloat16"]),
-    "quantized weights": (panel_kernels, quantize_loaded, ["float32", "bfloat16"]),
-    "products with quantized weights": (lambda _: panel_product_kernels(), multiply_quantized, ["float32", "bfloat16"]),
+    "codes": (lambda _: coding_kernels(), code, ["float32", "bfloat16"]),
+    "quantized weights": (lambda _: panel_kernels(), quantize_loaded, ["float32", "bfloat16"]),
+    "products with weights": (lambda _: product_kernels(), multiply_few, ["float32", "bfloat16"]),
     "many products with quantized weights": (lambda _: gemm_kernels(), multiply_many_tokens, ["float32", "bfloat16"]),
-    "products with plain weights": (lambda _: plain_product_kernels(), multiply_plain, ["float32", "bfloat16"]),
+    "experts": (lambda _: expert_kernels(), add_up_experts, ["float32", "bfloat16"]),
 }
 CASES = [(name, storage) for name, (_, _, storages) in FAMILIES.items() for storage in storages]
 
@@ -161,7 +137,7 @@ def test_compiling_ahead_and_a_call_leave_one_overload_and_one_file(family: str,
 
 def files_of(kernel: object) -> list[Path]:
     files = kernel.files  # type: ignore[attr-defined]
-    return sorted(Path(files.cache_path).glob(f"{files._name}-*.nbc"))
+    return sorted(Path(files.cache_path).glob(f"{files._name}.*.nbc"))
 
 
 def paths_from(checkout: Path) -> str:
@@ -241,7 +217,7 @@ def test_folders_of_kernels_when_made_then_are_for_their_owner_alone(tmp_path: P
 
 
 ANOTHER = "assert another() == 2\n"
-AT_ONCE = "from hf_hybrid_cache.kernels.vector import compiled; compiled._SECONDS_IN_SILENCE = 0.0\n"
+AT_ONCE = "from hf_hybrid_cache.kernels.vector import kernel_files; kernel_files._SECONDS_IN_SILENCE = 0.0\n"
 
 
 def test_process_when_kernels_are_compiled_then_says_so_once_and_not_later(tmp_path: Path):
@@ -268,7 +244,6 @@ def test_on_a_full_disk_kernels_answer_and_what_is_there_is_used(tmp_path: Path)
 def test_two_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path: Path):
     place = "from hf_hybrid_cache.kernels.vector.kernel_files import kernel_folder; print(kernel_folder())"
     folder = Path(run_small(tmp_path, place)[0])
-    folder.mkdir(parents=True)
     given = {"PYTHONPATH": paths_from(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
     program = "import hf_hybrid_cache.kernels; print('ready', flush=True)\n" + CALL_SMALL
     with FileLock(folder / f"{SMALL}.lock"):

@@ -10,10 +10,10 @@ from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks, workspace
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks
+from hf_hybrid_cache.kernels.attention.workspace import parts_of
 from hf_hybrid_cache.kernels.vector import parallel
-from kernels import test_attention, test_selected_attention
+from kernels import test_attention
 from kernels import test_quantized_attention as quantized
 from kernels.reference import ELEMENTS, random_masks, stored
 from kernels.test_quantized_attention import EVERY_WAY
@@ -49,22 +49,6 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
 def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, same_bits: ForThreads):
     case, bits = test_attention.make(storage, tokens, num_kv_heads=2, group=4)
     same_bits(lambda: test_attention.run(case, bits, 0.125))
-
-
-@EVERY_WAY
-@pytest.mark.parametrize("top_p", [0.5, 0.99])
-@pytest.mark.parametrize("indexed", [1, 150])
-@pytest.mark.parametrize("maker", [quantized.make, test_selected_attention.make_plain])
-def test_the_choice_of_pages_does_not_depend_on_the_threads(
-    is_integer: bool,
-    maker: Callable[..., quantized.Made],
-    indexed: int,
-    top_p: float,
-    same_bits: ForThreads,
-):
-    set_integer_kernels(None if is_integer else False)
-    made = test_selected_attention.concentrated(maker(1, indexed, 70, num_kv_heads=2, group=4), 3)
-    same_bits(lambda: test_selected_attention.run_selected(made, test_selected_attention.index_of(made), top_p))
 
 
 @SearchAtRandom
@@ -147,6 +131,5 @@ def test_generate_gives_the_same_logits_for_any_number_of_threads(
 
 
 def test_work_division_when_threads_vary_then_depends_on_shape_alone():
-    shape = workspace.Shape(1, 8, 4, 1, 64, 64)
-    cut = {blocks: workspace.Workspace(shape)._segments(blocks) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
+    cut = {blocks: parts_of(blocks, heads=8) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
     assert cut == {1: 8, 2: 12, 16: 12, 128: 12, 512: 12, 2048: 48, 16_384: 288}

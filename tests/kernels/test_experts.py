@@ -10,9 +10,8 @@ import pytest
 from hf_hybrid_cache.kernels import (
     ExpertCall,
     PanelLayout,
-    PanelProducts,
-    PlainWeights,
-    add_up_plain_experts,
+    Products,
+    add_up_experts,
     factor_of,
     get_num_threads,
     quantize_panels,
@@ -40,13 +39,13 @@ class Weights(NamedTuple):
 def plain(hidden: int, gated: int, storage: str, is_transposed: bool = False) -> Weights:
     up, exact_up = random_numbers(COUNT, 2 * gated, hidden, storage=storage)
     down, exact_down = random_numbers(COUNT, hidden, gated, storage=storage, seed=1)
-    shapes = up.shape, down.shape
-    if is_transposed:
-        up, down = (np.ascontiguousarray(each.transpose(0, 2, 1)) for each in (up, down))
-    of_up, of_down = (
-        PlainWeights(each.ctypes.data, *shape, is_transposed) for each, shape in zip((up, down), shapes, strict=True)
-    )
-    return Weights(lambda call: add_up_plain_experts(of_up, of_down, call), exact_up, exact_down, (up, down))
+    given, is_bfloat16 = [], storage == "bfloat16"
+    for weights in (up, down):
+        held = np.ascontiguousarray(weights.transpose(0, 2, 1)) if is_transposed else weights
+        products = Products.of_numbers(held.ctypes.data, *weights.shape, is_bfloat16, is_transposed)
+        given.append((products, held))
+    (of_up, up), (of_down, down) = given
+    return Weights(lambda call: add_up_experts(of_up, of_down, call), exact_up, exact_down, (up, down))
 
 
 @cache
@@ -59,11 +58,11 @@ def quantized(hidden: int, gated: int, bits: int) -> Weights:
         given, _ = random_numbers(COUNT, *shape, seed=seed)
         for index, factor in enumerate(factors):
             quantize_panels(given[index] * np.float32(2.0**index), layout, factor, panels[index])
-        products.append(PanelProducts(panels.ctypes.data, layout, factors))
+        products.append(Products.of_panels(panels.ctypes.data, layout, factors))
         exact.append(np.array([taken_apart(panels[index], layout, factors[index])[0] for index in range(COUNT)]))
         kept.append(panels)
     up, down = products
-    return Weights(lambda call: up.add_up_experts(down, call), *exact, (*kept, *products))
+    return Weights(lambda call: add_up_experts(up, down, call), *exact, (*kept, *products))
 
 
 class Given(NamedTuple):
@@ -190,11 +189,11 @@ def test_the_gate_is_a_silu_at_every_size(gate):
     up = np.zeros((COUNT, 34, 1), np.float32)
     up[:, :17], up[:, 17:] = gate, 1
     down = np.ones((COUNT, 1, 17), np.float32)
-    weights = [PlainWeights(each.ctypes.data, *each.shape) for each in (up, down)]
+    weights = [Products.of_numbers(each.ctypes.data, *each.shape, is_bfloat16=False) for each in (up, down)]
     asked = given(1, 17, 1, 1)._replace(
         tokens=np.ones((1, 1), np.float32), chosen=np.array([[0]]), router_weights=np.ones((1, 1), np.float32)
     )
-    out = run(lambda call: add_up_plain_experts(*weights, call), asked)
+    out = run(lambda call: add_up_experts(*weights, call), asked)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = 17 * np.float64(gate) / (1 + np.exp(-np.float64(gate)))
     np.testing.assert_allclose(out[0, 0], exact, rtol=1e-6, atol=1e-35)

@@ -66,6 +66,14 @@ def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
     test_panels.check_products_alone(multiply_many)
 
 
+def test_products_of_several_blocks_of_tokens_are_those_of_each_block():
+    layout = PanelLayout(4, 40, 8192, 128)
+    panels = quantized(random_weight(40, 8192)[0], layout)
+    tokens = random_weight(400, 8192, seed=1)[0]
+    alone = [product(tokens[first : first + 50], panels, layout) for first in range(0, 400, 50)]
+    assert (product(tokens, panels, layout) == np.concatenate(alone)).all()
+
+
 @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_outlier_costs_the_numbers_of_other_chunks_and_tokens_nothing(outlier, bits):

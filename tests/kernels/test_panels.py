@@ -7,9 +7,8 @@ import pytest
 
 from hf_hybrid_cache.kernels import (
     PanelLayout,
-    PanelProducts,
+    Products,
     dequantize_panels,
-    dequantize_row,
     factor_of,
     get_num_threads,
     quantize_panels,
@@ -87,10 +86,20 @@ def test_decoding_gives_what_the_codes_say(shape, bits):
     assert (wider[:, shape[1] :] == 7).all()
     as_float = (in_bfloat16.astype(np.uint32) << 16).view(np.float32)
     assert (np.abs(as_float - decoded) <= 2.0**-8 * np.abs(decoded)).all()
-    for row in range(layout.rows):
-        out = np.empty(layout.columns, np.float32)
-        dequantize_row(panels, layout, FACTOR, row, out)
-        assert np.abs(out - numbers[row]).max() < 1e-6
+    for panel in range(layout.panels):
+        of_panel = np.empty_like(decoded[panel * 16 : panel * 16 + 16])
+        dequantize_panels(panels, layout, FACTOR, of_panel, first=panel)
+        assert (of_panel == decoded[panel * 16 : panel * 16 + 16]).all()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_panels_that_are_quantized_alone_are_those_of_the_whole_weight(storage):
+    layout = PanelLayout(4, 50, 100, 64)
+    given, _ = random_weight(50, 100, storage)
+    alone = np.full(layout.num_bytes, 255, np.uint8)
+    for panel in (1, 0, 3, 2):
+        quantize_panels(given[panel * 16 : panel * 16 + 16], layout, FACTOR, alone, first=panel)
+    assert (alone == quantized(given, layout)).all()
 
 
 @pytest.mark.covering(2)
@@ -112,22 +121,17 @@ def test_products_are_those_with_the_decoded_weights(shape, num_tokens, bits, ha
     assert (np.abs(out - exact) <= most).all()
 
 
-def multiply_few(panels: int, layout: PanelLayout, factor: float, *given: int) -> None:
-    """Multiply few tokens, with the arguments of `multiply_many`."""
-    PanelProducts(panels, layout, [factor]).multiply(0, *given)
-
-
 def product(
     tokens: np.ndarray,
     panels: np.ndarray,
     layout: PanelLayout,
     bias: np.ndarray | None = None,
-    multiply: Callable[..., None] = multiply_few,
+    multiply: Callable[..., None] = Products.multiply,
 ) -> np.ndarray:
     out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
     addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
     given = addresses[0], len(tokens), tokens.dtype == np.uint16, addresses[1], out.ctypes.data
-    multiply(panels.ctypes.data, layout, FACTOR, *given)
+    multiply(Products.of_panels(panels.ctypes.data, layout, [FACTOR]), 0, *given)
     return out
 
 
@@ -169,11 +173,11 @@ def check_not_finite(value: float, num_tokens: int, multiply: Callable[..., None
 
 
 def test_products_of_bfloat16_are_rounded_to_the_nearest():
-    check_products_of_bfloat16(3, multiply_few)
+    check_products_of_bfloat16(3, Products.multiply)
 
 
 def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
-    check_products_alone(multiply_few)
+    check_products_alone(Products.multiply)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
@@ -208,7 +212,7 @@ def test_weights_that_were_made_for_four_bits_stay_what_they_are(group, storage)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
-    check_not_finite(value, 2, multiply_few)
+    check_not_finite(value, 2, Products.multiply)
 
 
 @pytest.mark.parametrize("largest", [1e-42, 1e-30, 1e-3, 1.0, 3e4, 1e38, np.finfo(np.float32).max])

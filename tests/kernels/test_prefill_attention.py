@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.attention.queries import causal_tokens, seen_tokens
-from hf_hybrid_cache.kernels import BITS, BLOCK, QuantizedBlocks, Strided, attend_many, prefill, value_width
+from hf_hybrid_cache.kernels import BITS, BLOCK, QuantizedBlocks, Strided, attend_many, value_width
+from hf_hybrid_cache.kernels.attention import workspace
 from hf_hybrid_cache.kernels.vector import parallel
 from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products
 from kernels import test_quantized_attention
@@ -43,7 +44,6 @@ def run(
     attend_many(
         strided(query),
         strided(out),
-        has_half_out,
         lse,
         *blocks,
         case.tokens,
@@ -58,7 +58,7 @@ def run(
 
 def strided(array: np.ndarray) -> Strided:
     token, head = array.strides[1:3]
-    return Strided(array.ctypes.data, (array.strides[0], head, token))
+    return Strided(array.ctypes.data, array.strides[0], head, token, array.dtype == np.uint16)
 
 
 def arrays(masks: dict, case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
@@ -195,7 +195,7 @@ def test_the_same_bits_whatever_the_threads_and_the_rows_at_once(storage: str, m
     results = []
     for threads, rows in ((1, 256), (2, 32), (3, 48), (7, 1200)):
         monkeypatch.setattr(parallel, "num_threads_beside", lambda of_torch, threads=threads: threads)
-        monkeypatch.setattr(prefill, "_MOST_ROWS", rows)
+        monkeypatch.setattr(workspace, "_MOST_ROWS", rows)
         results.append([array.tobytes() for array in run(case, blocks, 0.125, causal=True)])
     assert all(result == results[0] for result in results)
 
@@ -231,9 +231,7 @@ def test_a_query_that_is_not_a_number_does_not_become_plausible(storage: str):
     given_query = np.ascontiguousarray(query.swapaxes(1, 2))
     given_query = to_bfloat16(given_query)[0] if storage == "bfloat16" else given_query
     ranges = causal_tokens(70, 300).ranges
-    attend_many(
-        strided(given_query), strided(out), False, lse, keys, values, 300, 64, 64, 0.125, ranges, None, None, None
-    )
+    attend_many(strided(given_query), strided(out), lse, keys, values, 300, 64, 64, 0.125, ranges, None, None, None)
     assert np.isnan(out[0, 3, 0]).all()
     assert np.isfinite(np.delete(out[0, :, 0], 3, axis=0)).all()
 

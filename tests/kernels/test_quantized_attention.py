@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout, QuantizedBlocks, Shape, Workspace, value_width
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels, uses_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels, uses_integer_kernels
 from kernels.few_queries import attend_to
 from kernels.reference import (
     ELEMENTS,
@@ -84,7 +84,7 @@ def run(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> tuple[np
     assert uses_integer_kernels() == is_integer
     workspace = Workspace(shape_of(made[0]))
     out = attend_in(workspace, made, scale=scale, **masks)
-    return out, workspace.lse[:, : workspace.shape.rows].reshape(out.shape[:3])
+    return out, workspace.lse.copy()
 
 
 def shape_of(case: Case) -> Shape:
@@ -239,8 +239,18 @@ def test_attention_when_queries_are_huge_or_tiny_then_is_exact(is_integer: bool,
     check(made, is_integer, scale=0.125 if size <= 1 else 1e-15)
 
 
+def test_a_call_does_not_depend_on_the_calls_before_in_its_workspace():
+    used = Workspace(Shape(1, 2, 4, 2, 64, 64))
+    for options in ({}, {"causal": True}, {}):
+        for bits in (4, 8):
+            for quantized in (70, 3):
+                made = make(quantized=quantized, num_kv_heads=2, group=4, length=2, bits=(bits, bits))
+                expected = attend_in(Workspace(used.shape), made, **options)
+                np.testing.assert_array_equal(attend_in(used, made, **options), expected)
+
+
 def test_integers_without_a_dot_product_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hf_hybrid_cache.kernels.integer_kernels.has_pair_dot", lambda: False)
+    monkeypatch.setattr("hf_hybrid_cache.kernels.vector.processor.has_pair_dot", lambda: False)
     with pytest.raises(ValueError, match="no integer dot products"):
         set_integer_kernels(True)
     assert not uses_integer_kernels()

@@ -1,11 +1,12 @@
 """The number of threads that the kernels use, and the independence of several callers."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -214,9 +215,62 @@ def test_every_part_is_done_once_whatever_the_number_of_threads(
         pytest.skip("no OpenMP runtime with GNU's interface is in the process")
     for parts in (0, 1, 3, 1000):
         seen = _Seen(np.zeros(parts, np.int64))
-        memory = np.array([pool_threads.parallel, team, threads])
+        memory = parallel.team_memory(pool_threads, team, threads, parallel.clock())
         _share_out(memory.ctypes.data, parts, seen)
         assert (seen.counts == 1).all()
+
+
+class _LatePool:
+    """A pool whose second thread gets a processor so many nanoseconds after the work is done, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.late, self.calls, self.now = 0, 0, 10**9
+
+        @parallel._CLOCK
+        def clock(_: int, written: Any) -> int:
+            written[0], written[1] = divmod(self.now, 10**9)
+            return 0
+
+        @parallel._PARALLEL
+        def run(body: int, data: int, threads: int, flags: int) -> None:
+            self.calls += 1
+            parallel._BODY(body)(data)
+            self.now += self.late
+
+        self._held = clock, run
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._held]
+        self.memory = parallel.team_memory(parallel.Threads(addresses[1], lambda: 2), 2, 2, addresses[0])
+
+    def shares_out(self) -> bool:
+        """Whether a call has asked the pool."""
+        before, seen = self.calls, _Seen(np.zeros(10, np.int64))
+        _share_out(self.memory.ctypes.data, 10, seen)
+        assert (seen.counts == 1).all()
+        return self.calls > before
+
+
+def test_thread_when_others_come_late_then_works_alone_longer_each_time():
+    pool, late = _LatePool(), 2_000_000
+
+    def times_alone() -> int:
+        """The time that a thread works alone after a late call, in times of what was lost."""
+        pool.late = late
+        assert pool.shares_out()
+        pool.late = count = 0
+        while not pool.shares_out():
+            pool.now += late
+            count += 1
+        return count
+
+    assert [times_alone() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 32, 32]
+    pool.now += 10**9
+    assert times_alone() == 1
+
+
+def test_threads_when_little_late_then_go_on_together():
+    pool = _LatePool()
+    pool.late = 200_000
+    assert all(pool.shares_out() for _ in range(4))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")

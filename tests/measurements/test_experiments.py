@@ -1,6 +1,5 @@
 """Experiments run, their records are complete, and the pages agree with the records."""
 
-import copy
 import importlib
 import importlib.util
 import json
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import psutil
@@ -22,15 +20,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments import report
 from experiments.common import reading, records
-from experiments.common.synthetic import fill
 from experiments.experts import host_experts, load_memory
 from experiments.peers import llama_cpp, peers
 from experiments.processes import busy_machine, collective_cost
-from experiments.quality import joined_windows, needles, quality_caches
-from experiments.quality.quality_caches import states_of
+from experiments.quality import needles, quality_caches
 from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
-from experiments.selection import mapped_reads, selection, selection_speed, selection_steps
-from experiments.selection.turned_keys import turn_keys
 from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -184,29 +178,6 @@ each_experiment = pytest.mark.parametrize(
             marks=needs_smollm2,
         ),
         ("quality.biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),
-        pytest.param(
-            "selection.selection",
-            ["--smoke"],
-            {f"{bits} bits, {name}" for bits in (16, 4) for name in ("full", "all", "mass 0.9")},
-            marks=needs_smollm2,
-        ),
-        (
-            "selection.selection_speed",
-            ["--tokens", "2000", "--shares", "0.05", "0", "--repeats", "2", *SMALL_BUFFER],
-            {f"2000, {share}, {way}" for share in ("5%", "all") for way in ("bfloat16", "4 bits")},
-        ),
-        pytest.param(
-            "selection.selection_steps",
-            ["--contexts", "300", "--rounds", "1", "--weight-bits", "8", *SMALL_BUFFER],
-            {"300"},
-            marks=needs_smollm2,
-        ),
-        pytest.param(
-            "selection.mapped_reads",
-            ["--tokens", "2000", "--bits", "16", "4", "--shares", "0.05"],
-            {"16 bits, 0.05", "4 bits, 0.05"},
-            marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts reads as Linux does"),
-        ),
         pytest.param("quality.quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
             "peers.peers",
@@ -253,8 +224,6 @@ IN_THIS_PROCESS = (
     "steps.prompt_attention",
     "steps.quantized_step",
     "quality.biased_keys",
-    "selection.selection_speed",
-    "selection.mapped_reads",
     "experts.host_experts",
 )
 
@@ -677,58 +646,6 @@ def test_planning_page_when_on_host_experts_then_states_the_record():
     for table in (host_experts.fit_table(record["cells"]), host_experts.speed_table(record["cells"])):
         start = lines.index(table[0])
         assert lines[start : start + len(table) + 1] == [*table, ""]
-
-
-def test_the_page_on_reading_a_part_states_what_was_measured():
-    lines = (report.RESULTS.parent / "docs" / "selection.md").read_text().splitlines()
-
-    def record(name: str, processor: str = "znver5") -> dict[str, Any]:
-        return json.loads((report.RESULTS / name / f"amd-epyc-{processor}-2-cores.json").read_text())
-
-    def steps_table(name: str, processor: str = "znver5") -> list[str]:
-        return selection_steps.table(record(f"selection_steps/{name}", processor)["cells"][-1])
-
-    quality = record("selection", "znver4")["cells"]
-    tables = [
-        selection.table(quality, 16),
-        selection.table(record("selection_few_bits", "znver4")["cells"], 4),
-        selection.rules_table(quality),
-        mapped_reads.table(record("mapped_reads")["cells"]),
-        steps_table("smollm2-135m"),
-        steps_table("smollm2-135m-most-1"),
-    ]
-    for processor in ("znver4", "znver5"):
-        speed = record("selection_speed", processor)
-        tables.append(selection_speed.table(speed["cells"][-1], speed["bits"]))
-        tables.append(steps_table("llama-3.2-1b-random-4-bit-weights", processor))
-    for table in tables:
-        assert any(lines[start : start + len(table)] == table for start in range(len(lines)))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 90, 100, 101, 136, 137, 172, 173, 1000, 1001])
-def test_windows_have_as_many_tokens_as_are_wanted(num_tokens: int):
-    lengths = joined_windows.lengths_of_windows(num_tokens, last=90, longest=100)
-    assert lengths[0] + sum(length - joined_windows.START_TOKENS for length in lengths[1:]) == num_tokens
-    assert lengths[-1] == min(num_tokens, 90)
-    assert all(length <= 100 for length in lengths)
-    assert all(length > joined_windows.START_TOKENS for length in lengths[1:])
-
-
-def test_pages_that_are_turned_carry_the_attention_of_the_next_steps():
-    model = copy.deepcopy(tiny_model("llama"))  # other tests have it too
-    cache, token = DynamicCache(config=model.config), 5
-    fill(cache, model.config, 1000, torch.float32)
-    before = [keys.clone() for keys, _ in states_of(cache)]
-    torch.manual_seed(0)
-    turn_keys(model, cache, token, share=0.2)
-    turned = [(keys != old).any(-1) for (keys, _), old in zip(states_of(cache), before, strict=True)]
-    model.set_attn_implementation("eager")
-    for _ in range(5):
-        weights = model(torch.tensor([[token]]), **cache_argument(cache), output_attentions=True).attentions
-        for is_turned, of_layer in zip(turned, weights, strict=True):
-            assert 0.1 < is_turned.float().mean() < 0.3
-            by_kv_head = of_layer[0, :, 0, :1000].unflatten(0, (is_turned.shape[1], -1))
-            assert (by_kv_head * is_turned[0].unsqueeze(1)).sum(-1).min() > 0.99
 
 
 def test_processes_are_added_until_twice_as_many_gain_little():

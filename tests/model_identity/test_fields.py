@@ -18,10 +18,8 @@ from xxhash import xxh3_128_digest
 from hf_hybrid_cache import (
     DynamicHybridCache,
     HybridCache,
-    OffloadedHybridCache,
     QuantizedHybridCache,
     QuantizedWeightsConfig,
-    Selection,
     minmax,
     move_experts_to_host,
     quantize_weights,
@@ -158,15 +156,6 @@ def test_cache_when_it_has_chosen_its_codecs_then_has_the_same_identity():
     assert identity_of(model, cache) == identity_of(model, copy.deepcopy(cache)) == before
     cache.reset()
     assert identity_of(model, cache) == before
-
-
-def test_cache_when_it_selects_pages_then_differs_in_selection_alone():
-    model = tiny_model("llama")
-    selections = [None, Selection(), Selection(top_p=0.9), Selection(dense_layers=[0])]
-    found = [identity_of(model, OffloadedHybridCache(model.config, selection=each)) for each in selections]
-    assert found[0] == identity(model)
-    for one, other in itertools.combinations(found, 2):
-        assert differing(one, other) == {"selection"}
 
 
 # --- refused

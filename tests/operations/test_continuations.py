@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     HybridCache,
     OffloadedHybridCache,
     Placement,
-    Selection,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -257,7 +256,6 @@ def test_a_file_of_other_numbers_of_prompts_is_refused(tmp_path: Path):
 MAKERS: dict[str, tuple[Callable[..., HybridCache], Callable[..., Cache]]] = {
     "host": (DynamicHybridCache, stock),
     "streamed": (lambda config: OffloadedHybridCache(config, cpu_decode=False), stock),
-    "selected": (lambda config: DynamicHybridCache(config, selection=Selection(top_p=1 - 1e-7, most=1)), stock),
     "8 bits": (
         lambda config: HybridCache(config, codec=minmax(8, rotate=True)),
         lambda config: quantized_reference(config, minmax(8, rotate=True)),

@@ -25,7 +25,7 @@ from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.attention import MAX_QUERIES
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from common.soak import count, search_at_random
 from operations.setups import DTYPES, Setup, setups

@@ -18,7 +18,7 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from common.slow import slow
 from models.tiny_models import random_prompt, tiny_model

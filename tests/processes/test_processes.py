@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels import Query, Shape, Workspace, compile_in_background
+from hf_hybrid_cache.kernels import Shape, Strided, Workspace, compile_in_background
 
 from common.caches import CACHES, QUANTIZED, stock
 from common.programs import TESTS, run_program
@@ -61,7 +61,7 @@ def call_of_a_kernel() -> Callable[[], None]:
     workspace = Workspace(Shape(1, 1, 1, 1, width, width))
 
     def attend() -> None:
-        at = Query(query.ctypes.data, (width, width, width), is_bfloat16=False)
+        at = Strided(query.ctypes.data, 0, 0, 0, is_bfloat16=False)
         workspace.attend(at, keys, values, case.tokens, 0.125)
 
     return attend
@@ -117,12 +117,12 @@ class Numbers(Dataset):
 
 
 def work_beside_data_loaders() -> None:
-    expected = generate(make("selected"), seed=5, new_tokens=40)
+    expected = generate(make("default"), seed=5, new_tokens=40)
     loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", timeout=SECONDS_TO_END)
     seen = []
     for index, is_finite in loader:
         seen.append((index.item(), is_finite.item()))
-        assert generate(make("selected"), seed=5, new_tokens=40) == expected
+        assert generate(make("default"), seed=5, new_tokens=40) == expected
     assert seen == [(index, True) for index in range(8)]
 
 
@@ -144,7 +144,7 @@ def work_in_forked_children() -> None:
     """Fork with torch's and the kernels' threads started, caches filled, and a compilation under way."""
     torch.set_num_threads(2)
     torch.ones(1 << 22).sum()
-    names = ("selected", "quantized_8")
+    names = ("default", "quantized_8")
     expected = {name: generate(make(name), seed=5) for name in names}
     used = {name: make(name) for name in names}
     for cache in used.values():
@@ -204,7 +204,7 @@ COMPILE_ON_TWO_CORES = """
 import numpy as np
 from hf_hybrid_cache.kernels import compile_and_wait
 from hf_hybrid_cache.kernels.attention.attention import attend
-from hf_hybrid_cache.kernels.attention.quantized_attention import attend_quantized
+from hf_hybrid_cache.kernels.attention.codes import attend_quantized
 
 waits = []
 compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))

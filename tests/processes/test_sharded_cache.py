@@ -27,7 +27,7 @@ from hf_hybrid_cache import (
     quanto,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from common.caches import channel_scaled_codecs, group_of_one, stock
 from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails

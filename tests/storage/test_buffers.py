@@ -105,11 +105,11 @@ def test_a_block_is_what_the_kernels_read():
         buffer.ensure(100, keep=0)
         buffer.write(0, states)
     assert GRANULE == BLOCK
-    assert keys.array().shape[1:] == (1, 20, BLOCK)
-    assert values.array().shape[1:] == (1, BLOCK, value_width(20))
-    assert (keys.array()[1, 0, :, 5] == states[0, 0, BLOCK + 5].numpy()).all()
-    assert (values.array()[1, 0, 5, :20] == states[0, 0, BLOCK + 5].numpy()).all()
-    assert (values.array()[:, :, :, 20:] == 0).all()
+    assert keys.held.array.shape[1:] == (1, 20, BLOCK)
+    assert values.held.array.shape[1:] == (1, BLOCK, value_width(20))
+    assert (keys.held.array[1, 0, :, 5] == states[0, 0, BLOCK + 5].numpy()).all()
+    assert (values.held.array[1, 0, 5, :20] == states[0, 0, BLOCK + 5].numpy()).all()
+    assert (values.held.array[:, :, :, 20:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -118,7 +118,7 @@ def test_the_kernels_see_the_bits_that_were_written(dtype: torch.dtype):
     buffer = BlockBuffer((1, 1, 16), dtype, HostMemory(), transposed=False)
     buffer.ensure(64, keep=0)
     buffer.write(0, states)
-    seen = torch.from_numpy(buffer.array().copy()).view(dtype)
+    seen = torch.from_numpy(buffer.held.array.copy()).view(dtype)
     assert torch.equal(seen[0, 0], states[0, 0])
 
 
@@ -166,9 +166,9 @@ def test_what_is_moved_to_a_larger_buffer_is_in_huge_pages_again():
     buffer = BlockBuffer((1, 8, 64), torch.bfloat16, HostMemory(16_384), transposed=True)
     buffer.ensure(16_384, keep=0)
     buffer.write(0, torch.ones(1, 8, 16_384, 64, dtype=torch.bfloat16))
-    place, huge_before = buffer.array().ctypes.data, _huge_kib()
+    place, huge_before = buffer.held.array.ctypes.data, _huge_kib()
     buffer.ensure(16_385, keep=16_384)  # the 16 MiB before are given back
-    assert buffer.array().ctypes.data != place
+    assert buffer.held.array.ctypes.data != place
     assert _huge_kib() > huge_before - 4 * 1024
     assert (buffer.read_range(0, 16_384) == 1).all()
 

@@ -69,7 +69,6 @@ def assert_kept_by(layout: Layout, store: Store) -> None:
     assert store.first_tokens == (min(store.num_tokens, layout.first_tokens) if layout.device_tokens else 0)
     if store.packed is not None:
         assert store.packed.num_entries == layout.own_quantized_blocks
-    assert all(64 * block < store.middle_tokens for block in store.indexed_blocks)
 
 
 def plainly(layout: Layout, num_tokens: int) -> tuple[int, int]:

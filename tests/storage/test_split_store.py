@@ -12,7 +12,6 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
-    Selection,
     minmax,
 )
 from hf_hybrid_cache.attention.host_attention import HostAttention
@@ -299,7 +298,6 @@ def test_a_copy_has_tokens_of_its_own_in_both_places():
         (lambda: OffloadedHybridCache(CONFIG, cpu_decode=-0.5), "is not a share between 0 and 1"),
         (lambda: OffloadedHybridCache(CONFIG, cpu_decode=float("nan")), "is not a share between 0 and 1"),
         (lambda: OffloadedHybridCache(CONFIG, cpu_decode="all"), "a share between 0 and 1 or a collection"),
-        (lambda: OffloadedHybridCache(CONFIG, cpu_decode="auto", selection=Selection()), "use cpu_decode=True"),
         (lambda: Placement(cpu_decode=True, adapts=True), "pass one, such as cpu_decode=0.5"),
         (lambda: QuantizedHybridCache(CONFIG, device_tokens=512), "Pass offload=True or cpu_decode=True"),
         (lambda: HybridCache(CONFIG, Placement(device_tokens=512)), "all tokens would be on the device"),

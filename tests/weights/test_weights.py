@@ -23,7 +23,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import uses_gemm
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 from hf_hybrid_cache.weights.quantized_weights import quantization_bar
@@ -98,7 +98,7 @@ def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, co
     torch.manual_seed(0)
     matrices = QuantizedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
     tokens, bias = torch.randn(num_tokens, 3, columns).to(dtype), torch.randn(700).to(dtype)
-    weight = QuantizedWeight.make(matrices, None, 1, False, dtype)
+    weight = QuantizedWeight.make(matrices, 1, False, dtype)
     exact = tokens.double() @ weight.matrices.dense(1, torch.float32).double().T + bias.double()
     error = (functional.linear(tokens, weight, bias).double() - exact).abs().max() / exact.abs().max()
     assert error < {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -139,7 +139,7 @@ def test_products_of_many_tokens_when_not_exact_then_use_integers(dtype):
 def test_products_of_many_tokens_when_bfloat16_is_slow_then_use_float32():
     program = """
 import torch
-from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 set_integer_kernels(False)
 matrices = QuantizedMatrices(torch.randn(1, 50, 2000), 4, 64)
@@ -248,10 +248,10 @@ def tensors() -> dict[str, tuple[QuantizedWeight, torch.Tensor]]:
     torch.manual_seed(0)
     one, several = QuantizedMatrices(torch.randn(1, 40, 64), 4, 32), QuantizedMatrices(torch.randn(3, 40, 64), 4, 32)
     made = {
-        "matrix": QuantizedWeight.make(one, None, 0, False, torch.float32),
-        "transposed": QuantizedWeight.make(one, None, 0, True, torch.float32),
-        "stacked": QuantizedWeight.make(several, 3, None, False, torch.float32),
-        "stacked and transposed": QuantizedWeight.make(several, 3, None, True, torch.float32),
+        "matrix": QuantizedWeight.make(one, 0, False, torch.float32),
+        "transposed": QuantizedWeight.make(one, 0, True, torch.float32),
+        "stacked": QuantizedWeight.make(several, None, False, torch.float32),
+        "stacked and transposed": QuantizedWeight.make(several, None, True, torch.float32),
     }
     return {name: (weight, weight.dense()) for name, weight in made.items()}
 

@@ -1,17 +1,17 @@
 """
 Operands: a block of keys or values in the form that products with many query rows read.
 
-An operand is float32, or pairs of bfloat16 if the processor multiplies those (`packed_tiles`). It is made once for
+An operand is float32, or pairs of bfloat16 if the processor multiplies those (`tiles.score_pairs`). It is made once for
 hundreds of rows.
 """
 
 import numba
 import numpy as np
 
-from ..quantized.quantization import as_number, in_words, rounded_to_upper_half
+from ..forms.blocks import in_words
 from ..vector.compiled import jit_function
-from ..vector.tiles import pointer, widen
-from .packed_tiles import is_packed
+from ..vector.intrinsics import is_packed, pointer, widen
+from ..vector.numbers_at import as_number, rounded_to_upper_half
 
 _UPPER_HALF = np.uint32(0xFFFF0000)
 
@@ -50,19 +50,19 @@ def _pack(source, rows, columns, filled_rows, target):
 
 
 @jit_function
-def dequantized(element, packed_block, bits, inner, lanes, group, target):
+def dequantized(element, packed_block, form, target):
     """
     Dequantize a packed block, `[inner, lanes]`, to an operand of the same form as those of `element`.
 
-    packed_block, target: addresses; the others as in `quantized_blocks.PackedLayout`.
+    packed_block, target: addresses; form: a `Form`.
     """
-    groups = (lanes + group - 1) // group
-    scales = packed_block + inner * bits // 8 * lanes
-    minima = scales + groups * inner * 2
-    for index in range(0, inner, 2):
-        for number in range(groups):
-            start, size = number * group, min(group, lanes - number * group)
-            at = (number * inner + index) * 2
+    bits, lanes = form.bits, form.lanes
+    scales = packed_block + form.scales
+    minima = scales + form.minima
+    for index in range(0, form.inner, 2):
+        for number in range(form.groups):
+            start, size = number * form.group, min(form.group, lanes - number * form.group)
+            at = (number * form.inner + index) * 2
             first = _codes(packed_block, index, bits, lanes, start)
             second = _codes(packed_block, index + 1, bits, lanes, start)
             parts = (

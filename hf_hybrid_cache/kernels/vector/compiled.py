@@ -1,8 +1,5 @@
 """Compilation of kernels: once for each element type, state of the sources and processor; kept on disk."""
 
-import contextlib
-import sys
-import threading
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -19,42 +16,9 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Wrappers for callers in Python take a tenth of the time to compile, and only kernels have such callers.
 _UNWRAPPED = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-# A kernel that takes longer makes the process say so, once.
-_SECONDS_IN_SILENCE = 3.0
-# Set where a process has said that it compiles, or says it in its own words.
-is_said = threading.Event()
-
 
 class KernelsDisabledError(HybridCacheError, RuntimeError):
     """A kernel is needed, but `NUMBA_DISABLE_JIT` forbids Numba to compile."""
-
-
-class _TimedFiles(KernelFiles):
-    """Files that begin to count the time where there is none for a signature, so that the kernel is compiled."""
-
-    timer: threading.Timer | None = None
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
-        if found is None and not is_said.is_set():
-            self.timer = threading.Timer(_SECONDS_IN_SILENCE, _say)
-            self.timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # the system gives no more threads
-                self.timer.start()
-        return found
-
-
-def _say() -> None:
-    """Print that kernels are compiled, once in a process."""
-    if is_said.is_set() or sys.stderr is None:
-        return
-    is_said.set()
-    with contextlib.suppress(OSError, ValueError):
-        print(
-            "compiling kernels, once on this machine: all of a quantized cache take up to some minutes",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 class Kernel(CPUDispatcher):
@@ -62,12 +26,7 @@ class Kernel(CPUDispatcher):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.files = _TimedFiles(self.py_func)
-        self.enable_caching()
-
-    def enable_caching(self) -> None:
-        """Keep compiled code on disk."""
-        self._cache = self.files
+        self._cache = self.files = KernelFiles(self.py_func)
 
     def compile(self, sig: Any) -> Any:
         """
@@ -81,12 +40,11 @@ class Kernel(CPUDispatcher):
                 "Attention, quantized caches and quantized weights on the CPU need compiled kernels, and "
                 "NUMBA_DISABLE_JIT forbids Numba to compile: unset it."
             )
-        try:
-            with self.files.turn():
+        with self.files.turn():
+            try:
                 return super().compile(sig)
-        finally:
-            if self.files.timer is not None:
-                self.files.timer.cancel()
+            finally:
+                self.files.end_timer()
 
 
 # A kernel, and the types of its arguments.

@@ -7,11 +7,13 @@ module of the sources.
 
 import hashlib
 import shutil
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,61 +21,57 @@ from typing import Any
 import llvmlite
 import numba
 from filelock import FileLock
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, _CacheLocator
+from numba.core.caching import IndexDataCacheFile, NullCache
+from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 from ...user_folder import cache_home, make_private_folders, why_not_trusted
 
+# A kernel that takes longer makes the process say so, once.
+_SECONDS_IN_SILENCE = 3.0
 # Another process that compiles a kernel for longer has stopped.
 _SECONDS_TO_WAIT = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.02
 # Each change of the sources leaves a folder behind.
 _SECONDS_TO_KEEP = 30 * 24 * 3600.0
+
+# Set where a process has said that it compiles, or says it in its own words.
+is_said = threading.Event()
 _has_warned = False
 
 
 @cache
-def kernel_folder() -> Path:
+def kernel_folder() -> Path | None:
     """
-    The folder of compiled kernels: under `$NUMBA_CACHE_DIR` if it is set, else under `cache_home()`.
+    Make the folder of compiled kernels: under `$NUMBA_CACHE_DIR` if it is set, else under `cache_home()`.
 
-    Raises:
-        FileNotFoundError: there is no home.
+    It is `None`, with a warning, if there is no home, or if files in it may be from another user, whose code would run.
+    A folder that cannot be made is one that cannot be written.
     """
-    return _home() / "kernels" / _state()
-
-
-def _home() -> Path:
     given = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    return Path(given) / "hf_hybrid_cache" if given else cache_home()
-
-
-@cache
-def _trusted_folder() -> Path | None:
-    """
-    Make the folder of compiled kernels; `None` where files in it may be from another user, whose code would run.
-
-    A warning says so. A folder that cannot be made is one that cannot be written.
-
-    Raises:
-        FileNotFoundError: there is no home.
-    """
-    folder, home = kernel_folder(), _home()
+    try:
+        home = Path(given) / "hf_hybrid_cache" if given else cache_home()
+    except FileNotFoundError as error:
+        _warn_not_kept("they have no place", error)
+        return None
+    folder = home / "kernels" / _state()
     with suppress(OSError):
         if make_private_folders(folder, home):
             _delete_old(folder.parent)
     reason = why_not_trusted(folder, home)
-    if reason is not None:
-        _warn(
-            f"Compiled kernels in {folder} are not used, because {reason}: each process compiles them again, which "
-            f"takes seconds. Remove that folder, or set {_variable()} to one that only you can write to."
-        )
-    return folder if reason is None else None
+    if reason is None:
+        return folder
+    _warn(
+        f"Compiled kernels in {folder} are not used, because {reason}: each process compiles them again, which takes "
+        f"seconds. Remove that folder, or set {_variable()} to one that only you can write to."
+    )
+    return None
 
 
 def _state() -> str:
     """A name for the sources, the compiler, and the processor that it compiles for."""
-    compiler = numba.__version__, llvmlite.__version__, cpu_target.target_context.codegen().magic_tuple()
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    compiler = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, processor
     return hashlib.sha256(_SOURCES + repr(compiler).encode()).hexdigest()[:16]
 
 
@@ -94,6 +92,14 @@ def _of_sources() -> bytes:
 _SOURCES = _of_sources()
 
 
+def _delete_old(kernels: Path) -> None:
+    """Delete the folders to which no file was added for long: their sources have changed since."""
+    for folder in kernels.iterdir():
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _SECONDS_TO_KEEP:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 class KernelFiles(NullCache):
     """
     The files of one kernel, which Numba asks for and writes.
@@ -107,124 +113,102 @@ class KernelFiles(NullCache):
     """
 
     def __init__(self, function: Any):
-        self._function = function
-        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._timer: threading.Timer | None = None
 
     @property
     def cache_path(self) -> str | None:
-        """The folder; `None` if there is no home, or files in it may be from another user."""
-        with suppress(FileNotFoundError):
-            folder = _trusted_folder()
-            return None if folder is None else str(folder)
-        return None
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold the lock of this kernel, so that one process compiles it and the next one finds the file."""
-        with ExitStack() as held:
-            # Go on without the lock if the folder is read-only, or if another process holds the lock for too long.
-            with suppress(OSError, RuntimeError):
-                held.callback(self._lock(_SECONDS_TO_WAIT).release)
-            yield
-
-    def are_being_written(self) -> bool:
-        """Whether another process or thread holds the lock at the moment."""
-        try:
-            self._lock(seconds=0).release()
-        except TimeoutError:
-            return True
-        except (OSError, RuntimeError):  # the folder is read-only
-            return False
-        return False
+        """The folder; `None` if there is none to trust."""
+        folder = kernel_folder()
+        return None if folder is None else str(folder)
 
     def exist(self) -> bool:
         """Whether there is a file of this kernel."""
-        return self.cache_path is not None and any(Path(self.cache_path).glob(f"{self._name}-*.nbi"))
+        folder = kernel_folder()
+        return folder is not None and (folder / f"{self._name}.nbi").exists()
 
-    def _lock(self, seconds: float) -> FileLock:
+    @contextmanager
+    def turn(self, seconds: float = _SECONDS_TO_WAIT) -> Iterator[bool]:
         """
-        Acquire the lock of this kernel, within some seconds.
+        Hold the lock of this kernel, so that one process compiles it and the next one finds the file.
 
-        Raises:
-            TimeoutError: another process or thread holds it.
-            OSError: there is no place for it.
+        The block runs without the lock if the folder is read-only, or if another process or thread holds the lock for
+        longer than `seconds`; then it gets `False`.
         """
-        folder = _trusted_folder()
-        if folder is None:
-            raise PermissionError("Other users could write there.")
-        lock = FileLock(folder / f"{self._name}.lock", seconds, poll_interval=_SECONDS_BETWEEN_LOOKS)
-        lock.acquire()
-        return lock
+        folder, is_free = kernel_folder(), True
+        with ExitStack() as held:
+            if folder is not None:
+                lock = FileLock(folder / f"{self._name}.lock", poll_interval=_SECONDS_BETWEEN_LOOKS)
+                try:
+                    held.enter_context(lock.acquire(seconds))
+                except TimeoutError:
+                    is_free = False
+                except (OSError, RuntimeError):
+                    pass
+            yield is_free
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def are_being_written(self) -> bool:
+        """Whether another process or thread holds the lock at the moment."""
+        with self.turn(0) as is_free:
+            return not is_free
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         """Load the compiled code for a signature; `None` if there is none to trust, or the file is damaged."""
-        if self.cache_path is None:
-            return None
-        try:
-            return self._files.load_overload(sig, target_context)
-        except OSError:
-            return None
-        except Exception:  # pickle may raise any exception
-            with suppress(OSError, RuntimeError):
-                self.flush()
-            return None
+        found, folder = None, kernel_folder()
+        if folder is not None:
+            index = self._index(folder)
+            try:
+                target_context.refresh()
+                data = index.load(sig)
+                found = None if data is None else CompileResult._rebuild(target_context, *data)
+            except OSError:
+                pass
+            except Exception:  # pickle may raise any exception
+                with suppress(OSError):
+                    index.flush()
+        if found is None and not is_said.is_set():
+            self._timer = threading.Timer(_SECONDS_IN_SILENCE, _say)
+            self._timer.daemon = True
+            with suppress(RuntimeError):  # the system gives no more threads
+                self._timer.start()
+        return found
 
-    def save_overload(self, sig: Any, cres: Any) -> None:
+    def save_overload(self, sig: Any, cres: CompileResult) -> None:
         """Keep the compiled code for a signature."""
+        folder = kernel_folder()
+        if folder is None:
+            return
+        library: Any = cres.library  # type: ignore[attr-defined]
+        assert not library.has_dynamic_globals, f"{self._name} refers to memory of this process."
         try:
-            if _trusted_folder() is not None:
-                self._files.save_overload(sig, cres)
-        except (OSError, RuntimeError) as error:
-            place = "they have no place" if self.cache_path is None else f"{self.cache_path} cannot be written"
-            _warn(
-                f"Compiled kernels are not kept, because {place} ({error}): each process compiles them again, which "
-                f"takes seconds. Set {_variable()} to a folder that can be written."
-            )
+            self._index(folder).save(sig, cres._reduce())
+        except OSError as error:
+            _warn_not_kept(f"{folder} cannot be written", error)
 
-    def flush(self) -> None:
-        """Delete the index of the files."""
-        if self.cache_path is not None:
-            self._files.flush()
+    def _index(self, folder: Path) -> IndexDataCacheFile:
+        return IndexDataCacheFile(str(folder), self._name, folder.name)
 
-    @cached_property
-    def _files(self) -> FunctionCache:
-        return _Files(self._function)
+    def end_timer(self) -> None:
+        """Do not say that this kernel takes long: it is done."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
-class _KernelFolder(_CacheLocator):
-    """Tells Numba the folder of compiled kernels."""
-
-    def __init__(self, line: int):
-        self._line = line
-
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> "_KernelFolder":
-        return cls(py_func.__code__.co_firstlineno)
-
-    def get_cache_path(self) -> str:
-        return str(kernel_folder())
-
-    def get_source_stamp(self) -> str:
-        return kernel_folder().name
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
+def _say() -> None:
+    """Print that kernels are compiled, once in a process."""
+    if is_said.is_set() or sys.stderr is None:
+        return
+    is_said.set()
+    said = "compiling kernels, once on this machine: all of a quantized cache take up to some minutes"
+    with suppress(OSError, ValueError):
+        print(said, file=sys.stderr, flush=True)
 
 
-class _FilesOfKernel(CompileResultCacheImpl):
-    _locator_classes: list[Any] = [_KernelFolder]  # noqa: RUF012
-
-
-class _Files(FunctionCache):
-    _impl_class = _FilesOfKernel
-
-
-def _delete_old(kernels: Path) -> None:
-    """Delete the folders to which no file was added for long: their sources have changed since."""
-    for folder in kernels.iterdir():
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _SECONDS_TO_KEEP:
-                shutil.rmtree(folder, ignore_errors=True)
+def _warn_not_kept(reason: str, error: OSError) -> None:
+    _warn(
+        f"Compiled kernels are not kept, because {reason} ({error}): each process compiles them again, which takes "
+        f"seconds. Set {_variable()} to a folder that can be written."
+    )
 
 
 def _variable() -> str:

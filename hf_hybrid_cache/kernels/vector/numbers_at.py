@@ -9,8 +9,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .compiled import jit_function
-from .tiles import pointer
+from .compiled import jit_function, jit_inlined
+from .intrinsics import pointer
 from .vector_ir import FLOATS, INT16, INTS, LANES
 
 
@@ -21,10 +21,34 @@ class Numbers(NamedTuple):
     is_bfloat16: bool
 
 
+@jit_inlined
+def array_at(address, count, one):
+    """An array of numbers of the type of `one`. A slice of an array would be counted, by atomic instructions."""
+    return numba.carray(pointer(address, one), (count,))
+
+
 @jit_function
 def keep(array):
     """Keep an array alive until here: Numba frees it after its last use, even if its address is still in use."""
     return array.size
+
+
+@jit_function
+def as_number(bits):
+    """The float32 that has these bits."""
+    return np.uint32(bits).view(np.float32)
+
+
+@jit_function
+def bfloat16_at(address):
+    """The bfloat16 at an address, as float32."""
+    return as_number(np.uint32(array_at(address, 1, np.uint16(0))[0]) << np.uint32(16))
+
+
+@jit_function
+def rounded_to_upper_half(bits):
+    """The bits of the nearest bfloat16, given those of a float32; of two, the even one."""
+    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16
 
 
 @jit_function
@@ -36,31 +60,32 @@ def address_of(numbers, index):
 @jit_function
 def load_numbers(numbers, first, count, out):
     """Write `count` numbers, from index `first` on, to float32 `out`."""
+    address = address_of(numbers, first)
     if numbers.is_bfloat16:
-        halves = numba.carray(pointer(numbers.address, np.uint16(0)), first + count)
+        halves = array_at(address, count, np.uint16(0))
         for index in range(count):
-            out[index] = np.uint32(np.uint32(halves[first + index]) << np.uint32(16)).view(np.float32)
+            out[index] = as_number(np.uint32(halves[index]) << np.uint32(16))
     else:
-        singles = numba.carray(pointer(numbers.address, np.float32(0)), first + count)
+        singles = array_at(address, count, np.float32(0))
         for index in range(count):
-            out[index] = singles[first + index]
+            out[index] = singles[index]
 
 
 @jit_function
 def store_numbers(given, numbers, first, count):
     """Write the first `count` of float32 `given` from index `first` on, rounded to bfloat16 if the numbers are that."""
+    address = address_of(numbers, first)
     if numbers.is_bfloat16:
-        halves = numba.carray(pointer(numbers.address, np.uint16(0)), first + count)
+        halves = array_at(address, count, np.uint16(0))
         for index in range(count):
             bits = np.float32(given[index]).view(np.uint32)
-            rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
             # Rounding could turn NaN into infinity.
-            kept = rounded if given[index] == given[index] else bits | np.uint32(0x400000)
-            halves[first + index] = np.uint16(kept >> np.uint32(16))
+            is_number = given[index] == given[index]
+            halves[index] = rounded_to_upper_half(bits) if is_number else (bits | np.uint32(0x400000)) >> np.uint32(16)
     else:
-        singles = numba.carray(pointer(numbers.address, np.float32(0)), first + count)
+        singles = array_at(address, count, np.float32(0))
         for index in range(count):
-            singles[first + index] = given[index]
+            singles[index] = given[index]
 
 
 @intrinsic
@@ -92,5 +117,4 @@ def store_sixteen(typing_context: Any, given: Any, factor: Any, bias: Any, is_bf
 @jit_function
 def clear_numbers(numbers, count):
     """Write `count` zeros."""
-    halves = numba.carray(pointer(numbers.address, np.uint16(0)), count if numbers.is_bfloat16 else 2 * count)
-    halves[:] = 0
+    array_at(numbers.address, count if numbers.is_bfloat16 else 2 * count, np.uint16(0))[:] = 0

@@ -4,12 +4,17 @@ Running a kernel on the threads of the OpenMP runtime that torch uses.
 If the kernels had their own pool, its threads and torch's would keep each other from the processors: an OpenMP thread
 spins for milliseconds while it waits for work. If the process has no GNU interface to OpenMP, or was forked, threads
 are started for each call.
+
+Beside busy programs a thread may get no processor for milliseconds, and the others wait for it at the end of a call.
+Where the threads of a call have lost more time so than one thread alone would have needed, this thread works alone for
+as long, and then tries again; for twice as long each time that it is in vain.
 """
 
 import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,13 +28,22 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .compiled import jit_inlined
+from .intrinsics import pointer
 from .threads import num_threads_beside, threads_of_torch
-from .tiles import pointer
 from .vector_ir import INT8, INT32, INT64
 
 # The signatures of `body(data)` and of `parallel(body, data, threads, flags)`.
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+# And that of `clock_gettime(clock, time)`, which writes seconds and nanoseconds.
+_CLOCK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
+# Nanoseconds: a thread that sleeps wakes up within less where a processor is free.
+_LEAST_LOST = 300_000
+# So many times that which was lost a thread works alone at most, before it tries again what it may cost.
+_MOST_TIMES_ALONE = 32
+# Nanoseconds after which a thread that comes late is not late again, but for the first time.
+_FORGOTTEN = 100_000_000
 _imported_by = os.getpid()
 
 
@@ -38,7 +52,7 @@ class Team(NamedTuple):
     The threads that share the work of a kernel.
 
     Attributes:
-        address: of int64: `parallel` of `Threads`, number of threads to wake, and of those that take part.
+        address: of the memory that `team_memory` makes.
         threads: number of those that take part.
     """
 
@@ -60,8 +74,21 @@ def _team_of(threads: int, of_torch: int, process: int) -> tuple[Team, np.ndarra
     While torch has `of_torch` threads, these are the threads of the OpenMP runtime.
     """
     pool = None if threads == 1 else openmp() or started_threads()
-    memory = np.array([0, 1, 1] if pool is None else [pool.parallel, max(threads, pool.team()), threads], np.int64)
+    memory = team_memory(pool, 1 if pool is None else max(threads, pool.team()), threads, clock())
     return Team(memory.ctypes.data, threads), memory
+
+
+def team_memory(pool: "Threads | None", woken: int, threads: int, clock: int) -> np.ndarray:
+    """
+    The memory of a team, int64.
+
+    Args:
+        pool: that has the threads; `None` for one thread.
+        woken: number of threads to wake.
+        threads: number of those that take part.
+        clock: address of `clock_gettime`, or of a function that does the same.
+    """
+    return np.array([0 if pool is None else pool.parallel, woken, threads, clock, 0, 1], np.int64)
 
 
 @jit_inlined
@@ -96,68 +123,90 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         team, parts, _, call = arguments
-        parallel, woken, threads = (vec.load(builder, builder.add(team, INT64(8 * index)), INT64) for index in range(3))
-        shared_type = ir.LiteralStructType([INT64] * 4 + [call.type])
+        places = [builder.add(team, INT64(8 * index)) for index in range(6)]
+        parallel, woken, threads, clock, alone_until, times = (vec.load(builder, place, INT64) for place in places)
+        # Number of threads that have begun, of parts that were taken; when the first began, and when one found no part.
+        shared_type = ir.LiteralStructType([INT64] * 7 + [call.type])
         shared = cgutils.alloca_once(builder, shared_type)
 
         def member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
             return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
 
-        given = _uncounted(context, builder, signature.args[-1], call)
-        for index, value in enumerate((INT64(0), threads, INT64(0), parts, given)):
+        zero = INT64(0)
+        for index, value in enumerate((zero, zero, zero, zero, threads, parts, clock, call)):
             builder.store(value, member(builder, shared, index))
 
         name = builder.module.get_unique_name("share_of_one_thread")
         body = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
         body.linkage = "internal"
-        entry, take, do, leave = (body.append_basic_block(block) for block in ("entry", "take", "do", "leave"))
+        blocks = ("entry", "begin", "take", "do", "end", "leave")
+        entry, begin, take, do, end, leave = (body.append_basic_block(block) for block in blocks)
         inner = ir.IRBuilder(entry)
         seen = inner.bitcast(body.args[0], shared_type.as_pointer())
         worker = inner.atomic_rmw("add", member(inner, seen, 0), INT64(1), "monotonic")
-        inner.cbranch(inner.icmp_signed("<", worker, inner.load(member(inner, seen, 1))), take, leave)
+        inner.cbranch(inner.icmp_signed("<", worker, inner.load(member(inner, seen, 4))), begin, leave)
+        inner.position_at_end(begin)
+        its_clock = inner.load(member(inner, seen, 6))
+        _note_first(inner, member(inner, seen, 2), its_clock)
+        inner.branch(take)
         inner.position_at_end(take)
-        part = inner.atomic_rmw("add", member(inner, seen, 2), INT64(1), "monotonic")
-        inner.cbranch(inner.icmp_signed("<", part, inner.load(member(inner, seen, 3))), do, leave)
+        part = inner.atomic_rmw("add", member(inner, seen, 1), INT64(1), "monotonic")
+        inner.cbranch(inner.icmp_signed("<", part, inner.load(member(inner, seen, 5))), do, end)
         inner.position_at_end(do)
         compiled = work.dispatcher.get_compile_result(taken)
         context.active_code_library.add_linking_library(compiled.library)
         function = context.declare_function(builder.module, compiled.fndesc)
-        given = [part, *[worker] * tells_thread, inner.load(member(inner, seen, 4))]
+        given = [part, *[worker] * tells_thread, inner.load(member(inner, seen, 7))]
         context.call_conv.call_function(inner, function, taken.return_type, taken.args, given)
         inner.branch(take)
+        inner.position_at_end(end)
+        _note_first(inner, member(inner, seen, 3), its_clock)
+        inner.branch(leave)
         inner.position_at_end(leave)
         inner.ret_void()
 
         kind = ir.FunctionType(ir.VoidType(), [body.type, pointer, INT32, INT32])
         run = builder.inttoptr(parallel, kind.as_pointer())
         data = builder.bitcast(shared, pointer)
+        before = _now(builder, clock)
         is_alone = builder.or_(*(builder.icmp_signed("<=", number, INT64(1)) for number in (parts, threads)))
+        is_alone = builder.or_(is_alone, builder.icmp_signed("<", before, alone_until))
         with builder.if_else(is_alone) as (then, otherwise):
             with then:
                 builder.call(body, [data])
             with otherwise:
                 builder.call(run, [body, data, builder.trunc(woken, INT32), INT32(0)])
+                after = _now(builder, clock)
+                began, idle = (builder.load(member(builder, shared, index)) for index in (2, 3))
+                worked = builder.sub(idle, began)
+                lost = builder.sub(builder.sub(after, before), worked)
+                # Alone this thread would have worked at most so much longer.
+                longer = builder.mul(worked, builder.sub(threads, INT64(1)))
+                is_lost = builder.icmp_signed(">", lost, INT64(_LEAST_LOST))
+                with builder.if_then(builder.and_(is_lost, builder.icmp_signed(">", lost, longer))):
+                    since = builder.sub(before, alone_until)
+                    times = builder.select(builder.icmp_signed(">", since, INT64(_FORGOTTEN)), INT64(1), times)
+                    vec.store(builder, builder.add(after, builder.mul(lost, times)), places[4])
+                    is_most = builder.icmp_signed(">=", times, INT64(_MOST_TIMES_ALONE))
+                    vec.store(builder, builder.select(is_most, times, builder.shl(times, INT64(1))), places[5])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.intp, work, call), generate
 
 
-def _uncounted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
-    """
-    The value without owners of its arrays, which the caller keeps alive.
+def _now(builder: ir.IRBuilder, clock: ir.Value) -> ir.Value:
+    """The time in nanoseconds."""
+    with builder.goto_entry_block():
+        written = builder.alloca(INT64, 2)
+    kind = ir.FunctionType(INT32, [INT32, INT64.as_pointer()])
+    builder.call(builder.inttoptr(clock, kind.as_pointer()), [INT32(_MONOTONIC), written])
+    seconds, nanoseconds = (builder.load(builder.gep(written, [INT32(index)])) for index in range(2))
+    return builder.add(builder.mul(seconds, INT64(10**9)), nanoseconds)
 
-    An owner is counted, by atomic instructions, whenever its array is taken out of a tuple, and threads would wait for
-    each other's counts.
-    """
-    if isinstance(kind, types.Array):
-        array = context.make_array(kind)(context, builder, value)
-        array.meminfo, array.parent = (cgutils.get_null_value(owner.type) for owner in (array.meminfo, array.parent))
-        return array._getvalue()
-    if not isinstance(kind, types.BaseTuple):
-        return value
-    parts: Any = enumerate(kind)  # type: ignore[arg-type]
-    values = [_uncounted(context, builder, part, builder.extract_value(value, index)) for index, part in parts]
-    return context.make_tuple(builder, kind, values)
+
+def _note_first(builder: ir.IRBuilder, place: ir.Value, clock: ir.Value) -> None:
+    """Write the time to a place, unless another thread has done so."""
+    builder.cmpxchg(place, INT64(0), _now(builder, clock), "monotonic", "monotonic")
 
 
 class Threads(NamedTuple):
@@ -200,6 +249,24 @@ def _openmp() -> Threads | None:
         return None
     assert parallel is not None
     return Threads(parallel, team)
+
+
+@cache
+def clock() -> int:
+    """The address of `clock_gettime`, or of what does the same where there is none."""
+    try:
+        found: Any = ctypes.CDLL(None).clock_gettime
+    except (AttributeError, TypeError, OSError):  # Windows
+        found = _write_time
+    address = ctypes.cast(found, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+@_CLOCK
+def _write_time(_: int, written: Any) -> int:
+    written[0], written[1] = divmod(time.monotonic_ns(), 10**9)
+    return 0
 
 
 @cache

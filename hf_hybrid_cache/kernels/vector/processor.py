@@ -1,5 +1,5 @@
 """
-Instructions that the processor has.
+Instructions that the processor has, and whether the kernels use those for integer dot products.
 
 Numba compiles for the processor of this machine, or for the one that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` name.
 """
@@ -17,6 +17,8 @@ AVX_VNNI = ("avxvnni",)
 AVX512 = ("avx512f", "avx512bw")
 AVX2 = ("avx2",)
 _AVX512_BF16 = ("avx512f", "avx512bw", "avx512bf16")
+
+_wanted: bool | None = None
 
 
 def has_feature(context: Any, feature: str) -> bool:
@@ -49,3 +51,30 @@ def has_bfloat16_products() -> bool:
 def has_amx() -> bool:
     """Whether this machine multiplies tiles of bfloat16 (x86-64 with AMX), as torch does; the kernels do not."""
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
+
+
+def set_integer_kernels(enabled: bool | None) -> None:
+    """
+    Let the kernels use integer dot products, or not, in the whole process.
+
+    In attention over quantized blocks, integer dot products round the query and the weights relative to the largest of
+    their row and block: to 16 bits for codes of 8 bits, to 8 bits for smaller codes. In products of a prompt with
+    quantized weights, they round the tokens to 8 bits between the least and the largest of 32 channels, if the
+    processor has the instruction (x86-64 with AVX512-VNNI).
+
+    Args:
+        enabled: `None`, the default, uses them if the processor has them (x86-64 with AVX2). `False` uses the portable
+            way, which is slower and rounds to 24 bits.
+
+    Raises:
+        ValueError: `enabled` is `True`, and the processor has no integer dot products.
+    """
+    global _wanted
+    if enabled and not has_pair_dot():
+        raise ValueError("This processor has no integer dot products: it has no AVX2. Use None or False.")
+    _wanted = enabled
+
+
+def uses_integer_kernels() -> bool:
+    """Whether the kernels use integer dot products."""
+    return has_pair_dot() if _wanted is None else _wanted

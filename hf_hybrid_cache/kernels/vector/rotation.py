@@ -7,6 +7,7 @@ the keys gives the same scores; a sum of rotated values is rotated back once.
 
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -14,6 +15,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .compiled import jit_function
+from .intrinsics import pointer
 from .vector_ir import FLOAT, FLOATS, INT32, INT64, LANES
 
 # Number of vectors that are rotated together in registers.
@@ -113,21 +115,26 @@ def rotate(typing_context: Any, numbers: Any, dim: Any, size: Any) -> Any:
 
 
 @jit_function
-def rotate_back(numbers, dim, size, rotation_matrix):
+def rotate_back(numbers, dim, size, rotation_matrix, scratch):
     """
-    Rotate a sum of values back in place, and multiply it by `rotation_matrix`, `[dim, dim]`, if that is not empty.
+    Rotate a sum of values back in place, and multiply it by a matrix, in float32.
 
-    It computes in float32, whatever the type of `numbers`. Numbers from `dim` on are zero.
+    numbers: float64; those from `dim` on are zero; rotation_matrix: address of float32 `[dim, dim]`, 0 for none;
+    scratch: float32 `[2, numbers]`.
     """
-    rotated = np.empty(numbers.size, np.float32)
+    rotated = scratch[0]
     for column in range(numbers.size):
         rotated[column] = numbers[column]
     rotate(rotated.ctypes.data, dim, size)
-    if rotation_matrix.size:
-        mixed = np.zeros(numbers.size, np.float32)
+    if rotation_matrix:
+        mixed = scratch[1]
+        for column in range(dim):
+            mixed[column] = 0
         for row in range(dim):
+            number = rotated[row]
+            of_row = numba.carray(pointer(rotation_matrix + row * dim * 4, np.float32(0)), (dim,))
             for column in range(dim):
-                mixed[column] += rotated[row] * rotation_matrix[row, column]
+                mixed[column] += number * of_row[column]
         rotated = mixed
-    for column in range(numbers.size):
+    for column in range(dim):
         numbers[column] = rotated[column]

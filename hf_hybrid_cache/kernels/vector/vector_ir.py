@@ -6,12 +6,15 @@ The instructions are written out because LLVM's vectoriser prefers 256 bits and 
 is 2.3 times slower (docs/log.md).
 """
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import initialize_native_asmparser
+from numba import types
 from numba.core import cgutils
 
 from .processor import has_feature
@@ -21,13 +24,19 @@ from .processor import has_feature
 initialize_native_asmparser()
 
 LANES = 16
+# Tokens of a block of keys and values, as the kernels read them, see `forms.blocks`.
+BLOCK = 64
 CACHE_LINE = 64
+LOG2_E = math.log2(math.e)
 
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
 FOUR = ir.VectorType(FLOAT, 4)
 INTS = ir.VectorType(INT32, LANES)
+
+# Bytes of a number, by element type: `uint16` is bfloat16, the upper half of a float32; `int16` is half precision.
+ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
 
 # Smaller floats do not matter beside any number of a model, and their reciprocal would overflow.
 NEGLIGIBLE = 1e-30
@@ -56,6 +65,62 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
+def _are_paired(dtype: Any, count: int) -> bool:
+    """Whether `load_vectors` gives the even and the odd elements of 32, instead of the first and the last sixteen."""
+    return dtype == types.uint16 and count > 1
+
+
+def in_order(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count: int) -> list[ir.Value]:
+    """Bring vectors from the order of `load_vectors`, of `count` vectors each, to the order of memory."""
+    if not _are_paired(dtype, count):
+        return vectors
+    mixed = [lane // 2 + lane % 2 * LANES for lane in range(2 * LANES)]
+    halves = mixed[:LANES], mixed[LANES:]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [shuffle(builder, even, odd, half) for even, odd in pairs for half in halves]
+
+
+def as_loaded(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count: int) -> list[ir.Value]:
+    """Bring vectors from the order of memory to the order of `load_vectors`: the inverse of `in_order`."""
+    if not _are_paired(dtype, count):
+        return vectors
+    halves = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [shuffle(builder, first, last, half) for first, last in pairs for half in halves]
+
+
+def load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Value, count: int) -> list[ir.Value]:
+    """Load `count` consecutive vectors of sixteen elements as floats; see `_are_paired` for the order."""
+    step = LANES * ITEM_BYTES[dtype]
+    if _are_paired(dtype, count):
+        # Each of the two elements in 32 bits becomes a float by one instruction.
+        twos = [load(builder, builder.add(address, INT64(index * 2 * step)), INTS) for index in range(count // 2)]
+        evens = [builder.shl(each, ints(16)) for each in twos]
+        odds = [builder.and_(each, ints(0xFFFF0000)) for each in twos]
+        return [builder.bitcast(half, FLOATS) for pair in zip(evens, odds, strict=True) for half in pair]
+    addresses = [builder.add(address, INT64(index * step)) for index in range(count)]
+    if dtype == types.float32:
+        return [load(builder, each, FLOATS) for each in addresses]
+    if dtype == types.int16 and has_feature(context, "f16c"):
+        halves = ir.VectorType(ir.HalfType(), LANES)
+        return [builder.fpext(load(builder, each, halves), FLOATS) for each in addresses]
+    bits = [builder.zext(load(builder, each, ir.VectorType(INT16, LANES)), INTS) for each in addresses]
+    if dtype == types.uint16:
+        return [builder.bitcast(builder.shl(each, ints(16)), FLOATS) for each in bits]
+    return [_half_to_float(builder, each) for each in bits]
+
+
+def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Convert half precision by integer arithmetic: shift the exponent into place and correct its bias."""
+    magnitude = builder.bitcast(builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13)), FLOATS)
+    number = builder.bitcast(builder.fmul(magnitude, floats(2.0**112)), INTS)
+    exponent = builder.and_(bits, ints(0x7C00))
+    not_finite = builder.icmp_unsigned("==", exponent, ints(0x7C00))
+    number = builder.select(not_finite, builder.or_(number, ints(0x7F800000)), number)
+    sign = builder.shl(builder.and_(bits, ints(0x8000)), ints(16))
+    return builder.bitcast(builder.or_(number, sign), FLOATS)
+
+
 def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """A * b + c, in one instruction if the processor has it."""
     return call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
@@ -65,6 +130,11 @@ def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int
     """Choose lanes of `a`, which count from 0, and of `b`, which count on after those of `a`."""
     chosen = list(lanes)
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(chosen)), chosen))
+
+
+def reduced(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> ir.Value:
+    """Fold vectors into one, lane by lane."""
+    return functools.reduce(functools.partial(operation, builder), vectors)
 
 
 def fold(
@@ -88,31 +158,21 @@ def fold(
     return folded
 
 
-def fold_sixteen(
-    builder: ir.IRBuilder,
-    vectors: Sequence[ir.Value],
-    operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
-) -> ir.Value:
-    """Fold each of sixteen vectors into one number; lane k of the result holds the number of vector k."""
-
-    def join(left: ir.Value, right: ir.Value, *lanes: Sequence[int]) -> ir.Value:
-        return operation(builder, *(shuffle(builder, left, right, each) for each in lanes))
-
-    def halved(vectors: Sequence[ir.Value], *lanes: Sequence[int]) -> list[ir.Value]:
-        return [join(a, b, *lanes) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-
-    def in_quarters(*lanes: int) -> list[int]:
-        """The same `lanes` of each quarter: 0 to 3 are of the left vector's quarter, 4 to 7 of the right one's."""
-        return [lane % 4 + lane // 4 * LANES + start for start in range(0, LANES, 4) for lane in lanes]
-
-    # This order lets most shuffles stay within a quarter of the vector, which is fastest.
-    left = [vectors[lane % 4 * 4 + lane // 4] for lane in range(LANES)]
-    left = halved(left, [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)])
-    firsts = [lane for lane in range(2 * LANES) if lane % 8 < 4]
-    left = halved(left, firsts, [lane + 4 for lane in firsts])
-    left = halved(left, in_quarters(0, 1, 4, 5), in_quarters(2, 3, 6, 7))
-    [result] = halved(left, in_quarters(0, 2, 4, 6), in_quarters(1, 3, 5, 7))
-    return result
+def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """The columns of sixteen vectors. First halves change places, then quarters, then eighths, then sixteenths."""
+    for half in (8, 4, 2, 1):
+        # `firsts` takes the left vector's lanes whose bit `half` is not set, `seconds` the right one's whose bit is
+        # set.
+        firsts = [lane if not lane & half else LANES + lane - half for lane in range(LANES)]
+        seconds = [lane + half if not lane & half else LANES + lane for lane in range(LANES)]
+        joined = list(rows)
+        for index in range(LANES):
+            if not index & half:
+                pair = rows[index], rows[index + half]
+                joined[index] = shuffle(builder, *pair, firsts)
+                joined[index + half] = shuffle(builder, *pair, seconds)
+        rows = joined
+    return rows
 
 
 def load_four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -134,12 +194,9 @@ def narrowed(
     context: Any, builder: ir.IRBuilder, vectors: Sequence[ir.Value], kind: ir.Type, order: Sequence[int]
 ) -> ir.Value:
     """Truncate vectors of integers to `kind`, with the lanes of each in `order`, and concatenate them."""
-    if len(vectors) == 1:
-        [vector] = vectors
-        return builder.trunc(shuffle(builder, vector, vector, order), ir.VectorType(kind, LANES))
-    if kind.width > 8 or not has_feature(context, "avx512vbmi"):
-        narrow = [narrowed(context, builder, [vector], kind, order) for vector in vectors]
-        return joined(builder, narrow)
+    if kind.width > 8 or len(vectors) == 1 or not has_feature(context, "avx512vbmi"):
+        narrow = [builder.trunc(vector, ir.VectorType(kind, LANES)) for vector in vectors]
+        return joined(builder, [shuffle(builder, each, each, order) for each in narrow])
     per_lane = INT32.width // kind.width
     parts = [builder.bitcast(vector, ir.VectorType(kind, LANES * per_lane)) for vector in vectors]
     places = [lane * per_lane for lane in order]
@@ -207,7 +264,7 @@ def rounded_to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
     return builder.add(bits, builder.add(is_odd, ints(0x7FFF)))
 
 
-# Coefficients of 1, x, x^2, ..., by degree; relative errors are 1e-7, 3e-6 and 2e-3.
+# Coefficients of 1, x, x^2, ..., by degree; relative errors are 1e-7 and 3e-6.
 _EXP2_COEFFICIENTS = {
     6: (
         1.0,
@@ -219,7 +276,6 @@ _EXP2_COEFFICIENTS = {
         0.00015453162940998934,
     ),
     4: (1.0, 0.6931241750717163, 0.24024099111557007, 0.05590642988681793, 0.009582854807376862),
-    2: (1.0, 0.7036011815071106, 0.24203532934188843),
 }
 
 
@@ -232,40 +288,20 @@ def exp2(context: Any, builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Va
     Chebyshev's interpolation; of degree 4 it has the least relative error of those that are 1 at 0.
     """
     if has_feature(context, "avx512f"):
-        is_left = builder.fcmp_unordered(">=", x, floats(-126.0))
-        return _scaled_power(builder, x, degree, builder.bitcast(is_left, INT16))
-    power = _power(builder, x, degree)
-    # Adding to the exponent could turn NaN into a number.
-    otherwise = maximum(builder, floats(0.0), x)
-    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
-
-
-def rough_exp2(context: Any, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """
-    2 to the power of sixteen floats, to 2e-3 relative.
-
-    Numbers below -126 or above 127 give the power of that limit, NaN stays NaN.
-    """
-    x = maximum(builder, floats(-126.0), x)
-    x = builder.select(builder.fcmp_ordered("<", floats(127.0), x), floats(127.0), x)
-    return _scaled_power(builder, x, 2) if has_feature(context, "avx512f") else _power(builder, x, 2)
-
-
-def _power(builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
-    """2 to the power of floats from -126 to 127. The last bits of a shifted float hold the nearest integer."""
+        whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, x)
+        power = _of_fraction(builder, builder.fsub(x, whole), degree)
+        is_left = builder.bitcast(builder.fcmp_unordered(">=", x, floats(-126.0)), INT16)
+        to_nearest = INT32(4)
+        arguments = power, whole, floats(0.0), is_left, to_nearest
+        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, *arguments)
+    # The last bits of a shifted float hold the nearest integer.
     shifted = builder.fadd(x, floats(_SHIFT))
     power = _of_fraction(builder, builder.fsub(x, builder.fsub(shifted, floats(_SHIFT))), degree)
     exponent = builder.shl(builder.bitcast(shifted, INTS), ints(23))
-    return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
-
-
-def _scaled_power(builder: ir.IRBuilder, x: ir.Value, degree: int, lanes: ir.Value | None = None) -> ir.Value:
-    """2 to the power of any floats, and zero outside `lanes`, by AVX-512, whose instructions handle both limits."""
-    whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, x)
-    power = _of_fraction(builder, builder.fsub(x, whole), degree)
-    everywhere, to_nearest = INT16(-1), INT32(4)
-    arguments = power, whole, floats(0.0), everywhere if lanes is None else lanes, to_nearest
-    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, *arguments)
+    power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
+    # Adding to the exponent could turn NaN into a number.
+    otherwise = maximum(builder, floats(0.0), x)
+    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
 
 
 def _of_fraction(builder: ir.IRBuilder, fraction: ir.Value, degree: int) -> ir.Value:

@@ -1,18 +1,63 @@
-"""Products of quantized weights with many tokens: calls of the kernel, and whether it is used."""
+"""
+Products of quantized weights with many tokens, by the processor's products of 8-bit integers.
+
+Tokens are rounded in strips of 32 columns to `step * (q + zero)`, a block of them at a time, which stays in the
+second-level cache. Then each thread takes some pairs of panels at a time and multiplies them with a block, six tokens
+and two panels together.
+
+A weight is `minimum + scale * code`. So a strip adds `scale * step * sum((q + zero) * code) + minimum * total`. The sum
+is of integers, four products in an instruction; `total` is the sum of the rounded numbers. `forms.panels` describes a
+panel and the order of its codes.
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from ..integer_kernels import uses_integer_kernels
-from ..vector.parallel import team_of_kernels
-from ..vector.processor import has_amx, has_gemm
-from .gemm_tiles import GEMM_PANELS, GEMM_TOKENS
-from .panel_gemm import TILE_BYTES, TILE_NUMBERS, multiply_tokens
-from .panel_tiles import CHUNK
-from .panels import PanelLayout
+from ..forms.panels import STRIP, for_width, quads_of_codes, scales_and_minima, strip_lines
+from ..vector import vector_ir as vec
+from ..vector.compiled import Needed, jit, jit_function, taking_numbers
+from ..vector.dots import quad_dot
+from ..vector.intrinsics import call_at
+from ..vector.numbers_at import Numbers, address_of, keep
+from ..vector.parallel import split_work, team_of_kernels, threads_of
+from ..vector.processor import has_amx, has_gemm, uses_integer_kernels
+from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
+from .operands import round_strip, whole_group
+from .products import Products, Weights, factor_at, load_bias, part_of, store_outputs
 
-# Bytes of a block of rounded tokens, which a thread multiplies with all of its panels before the next block.
-_BLOCK_BYTES = 2**19
-_PARTS_OF_THREAD = 4
+# A tile of these panels and tokens has as many sums, of integers and of floats, as there are registers for.
+_PANELS, _TOKENS = 2, 6
+# Numbers of a strip: of each panel scales, minima and sums of codes; of each token its step, total and zero.
+_PANEL_NUMBERS, _TOKEN_NUMBERS = 3, 3
+# Bytes of the integers, and of all numbers, of a tile of tokens in a strip.
+_INTEGER_BYTES = _TOKENS * STRIP
+_TILE_BYTES = _INTEGER_BYTES + _TOKENS * _TOKEN_NUMBERS * 4
+# Bytes of the integers of a block of tokens, and number of blocks that are rounded at a time.
+_BLOCK_BYTES, _BLOCKS = 2**19, 3
+# The most pairs of panels that a thread takes at a time, and the parts that a thread has at least.
+_PART_PAIRS, _PARTS_OF_THREAD = 4, 4
+
+
+class _Tiles(NamedTuple):
+    """One call of `_round_tile` and `_multiply_block`. Arrays are addresses."""
+
+    weights: int  # address of `Weights`
+    matrix: int
+    strips: int  # in a row
+    group_shift: int  # binary logarithm of the strips that share a scale
+    tokens: Numbers  # [num_tokens, columns]
+    num_tokens: int
+    bias: Numbers  # [rows]; at 0 for none
+    out: Numbers  # [num_tokens, rows]
+    integers: int  # int8 [tiles, strips, _TOKENS, STRIP]
+    numbers: int  # float32 [tiles, strips, _TOKEN_NUMBERS, _TOKENS]
+    tiles: int
+    block_tiles: int
+    parts: int  # of each block
 
 
 def uses_gemm(is_bfloat16: bool) -> bool:
@@ -21,50 +66,263 @@ def uses_gemm(is_bfloat16: bool) -> bool:
 
 
 def multiply_many(
-    panels: int,
-    layout: PanelLayout,
-    factor: float,
-    tokens: int,
-    num_tokens: int,
-    is_bfloat16: bool,
-    bias: int,
-    out: int,
+    weights: Products, index: int, tokens: int, num_tokens: int, is_bfloat16: bool, bias: int, out: int
 ) -> None:
     """
     Write `tokens @ weight.T + bias`, with tokens rounded to 8 bits between the least and largest of 32 columns.
 
     Args:
-        panels: address of the weight.
-        layout: of the weight.
-        factor: of the weight, see `factor_of`.
-        tokens: address of contiguous `[num_tokens, layout.columns]`, float32 or bfloat16.
+        weights: quantized.
+        index: of the weight.
+        tokens: address of contiguous `[num_tokens, columns]`, float32 or bfloat16.
         num_tokens: at least 1.
         is_bfloat16: whether tokens, bias and `out` are bfloat16, not float32.
-        bias: address of `[layout.rows]`; 0 for none.
-        out: address of contiguous `[num_tokens, layout.rows]`, written.
+        bias: address of `[rows]`; 0 for none.
+        out: address of contiguous `[num_tokens, rows]`, written.
     """
-    team = team_of_kernels()
-    tiles, chunks = -(-num_tokens // GEMM_TOKENS), layout.groups * layout.group // CHUNK
-    integers = np.empty(tiles * chunks * TILE_BYTES, np.int8)
-    token_numbers = np.empty(tiles * chunks * TILE_NUMBERS, np.float32)
-    pairs = -(-layout.panels // GEMM_PANELS)
-    multiply_tokens(
-        team.address,
-        panels=panels,
-        factor=factor,
-        bits=layout.bits,
-        rows=layout.rows,
-        columns=layout.columns,
-        chunks=chunks,
-        group_shift=(layout.group // CHUNK).bit_length() - 1,
-        panel_bytes=layout.panel_bytes,
-        tokens=tokens,
-        num_tokens=num_tokens,
-        is_bfloat16=is_bfloat16,
-        bias=bias,
-        out=out,
-        integers=integers.ctypes.data,
-        token_numbers=token_numbers.ctypes.data,
-        tiles_of_block=max(1, _BLOCK_BYTES // (chunks * TILE_BYTES)),
-        parts=min(pairs, _PARTS_OF_THREAD * team.threads),
-    )
+    _multiply_many(team_of_kernels().address, weights.address, index, tokens, num_tokens, is_bfloat16, bias, out)
+
+
+@jit
+def _multiply_many(team, weights, index, tokens, num_tokens, is_bfloat16, bias, out):
+    given = call_at(weights, Weights)
+    strips = given.groups * given.group // STRIP
+    group_shift = 0
+    while STRIP << group_shift < given.group:
+        group_shift += 1
+    block_tiles = max(1, _BLOCK_BYTES // (strips * _INTEGER_BYTES))
+    tiles = min(_BLOCKS * block_tiles, (num_tokens + _TOKENS - 1) // _TOKENS)
+    scratch = np.empty(tiles * strips * _TILE_BYTES, np.uint8)
+    integers = np.int64(scratch.ctypes.data)
+    pairs = ((given.rows + LANES - 1) // LANES + _PANELS - 1) // _PANELS
+    for first in range(0, num_tokens, tiles * _TOKENS):
+        count = min(num_tokens - first, tiles * _TOKENS)
+        call = _Tiles(
+            weights=weights,
+            matrix=index,
+            strips=strips,
+            group_shift=group_shift,
+            tokens=Numbers(address_of(Numbers(tokens, is_bfloat16), first * given.columns), is_bfloat16),
+            num_tokens=count,
+            bias=Numbers(bias, is_bfloat16),
+            out=Numbers(address_of(Numbers(out, is_bfloat16), first * given.rows), is_bfloat16),
+            integers=integers,
+            numbers=integers + tiles * strips * _INTEGER_BYTES,
+            tiles=(count + _TOKENS - 1) // _TOKENS,
+            block_tiles=block_tiles,
+            parts=max((pairs + _PART_PAIRS - 1) // _PART_PAIRS, min(pairs, _PARTS_OF_THREAD * threads_of(team))),
+        )
+        split_work(team, call.tiles, _round_tile, call)
+        split_work(team, (call.tiles + block_tiles - 1) // block_tiles * call.parts, _multiply_block, call)
+    keep(scratch)
+
+
+def gemm_kernels() -> list[Needed]:
+    """The kernel of products with many tokens."""
+    return [(_multiply_many, taking_numbers(_multiply_many))]
+
+
+@jit_function
+def _round_tile(tile, call):
+    """Round the tokens of a tile; the last token fills up the last tile."""
+    weights = call_at(call.weights, Weights)
+    scratch = np.empty(STRIP, np.float32)
+    for index in range(_TOKENS):
+        token = min(tile * _TOKENS + index, call.num_tokens - 1)
+        for strip in range(call.strips):
+            # Zeros meet the codes that pad a strip, and the strips that pad a group.
+            first = strip * STRIP
+            numbers = whole_group(call.tokens, token * weights.columns + first, weights.columns - first, scratch)
+            place = tile * call.strips + strip
+            round_strip(
+                weights.bits,
+                numbers.address,
+                numbers.is_bfloat16,
+                call.integers + place * _INTEGER_BYTES + index * STRIP,
+                call.numbers + (place * _TOKEN_NUMBERS * _TOKENS + index) * 4,
+                _TOKENS * 4,
+            )
+
+
+@jit_function
+def _multiply_block(part, call):
+    """Write the outputs of some pairs of panels for the tokens of a block."""
+    weights = call_at(call.weights, Weights)
+    numbers = np.empty((call.strips, _PANELS, _PANEL_NUMBERS, LANES), np.float32)
+    outputs = np.empty((_TOKENS, _PANELS, LANES), np.float32)
+    biases = np.zeros((_PANELS, LANES), np.float32)
+    address, factor = weights.address + call.matrix * weights.matrix_bytes, factor_at(weights, call.matrix)
+    panels = (weights.rows + LANES - 1) // LANES
+    first_pair, last_pair = part_of(part % call.parts, call.parts, (panels + _PANELS - 1) // _PANELS)
+    first_tile = part // call.parts * call.block_tiles
+    for pair in range(first_pair, last_pair):
+        first = pair * _PANELS
+        # If the number of panels is odd, the last pair is the last panel twice.
+        both = address + first * weights.panel_bytes, address + min(first + 1, panels - 1) * weights.panel_bytes
+        for which in range(_PANELS):
+            load_bias(call.bias, 0, (first + which) * LANES, weights.rows, biases[which])
+            at = numbers[0, which].ctypes.data
+            _sum_panel(weights.bits, both[which], call.strips, call.group_shift, at)
+        for tile in range(first_tile, min(call.tiles, first_tile + call.block_tiles)):
+            _multiply_tile(
+                weights.bits,
+                both[0],
+                both[1],
+                numbers.ctypes.data,
+                call.strips,
+                call.group_shift,
+                call.integers + tile * call.strips * _INTEGER_BYTES,
+                call.numbers + tile * call.strips * _TOKEN_NUMBERS * _TOKENS * 4,
+                outputs.ctypes.data,
+            )
+            for index in range(min(_TOKENS, call.num_tokens - tile * _TOKENS)):
+                token = tile * _TOKENS + index
+                for which in range(_PANELS):
+                    output = outputs.ctypes.data + (index * _PANELS + which) * CACHE_LINE
+                    bias, row = biases.ctypes.data + which * CACHE_LINE, (first + which) * LANES
+                    if row < weights.rows:
+                        store_outputs(output, factor, bias, call.out, token, row, weights.rows)
+    keep(numbers)
+    keep(outputs)
+    keep(biases)
+
+
+def _strip_places(
+    builder: ir.IRBuilder, strip: ir.Value, group_shift: ir.Value, width: int
+) -> tuple[ir.Value, ir.Value]:
+    """Bytes from the start of a panel to the group of a strip, and to the words of the strip."""
+    group = builder.lshr(strip, group_shift)
+    lines = builder.mul(strip, INT64(strip_lines(width)))
+    words = builder.mul(builder.add(builder.add(group, INT64(1)), lines), INT64(CACHE_LINE))
+    first = builder.mul(builder.shl(group, group_shift), INT64(strip_lines(width)))
+    return builder.mul(builder.add(group, first), INT64(CACHE_LINE)), words
+
+
+@intrinsic
+def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_shift: Any, out: Any) -> Any:
+    """
+    Write scales, minima (float32) and sums of codes (int32) of each strip of a panel, `[_PANEL_NUMBERS, LANES]`.
+
+    bits: of a code; panel: address; strips: number of them in a row; group_shift: binary logarithm of the number of
+    strips that share a scale; out: address of the numbers of the first strip; those of the next follow after the
+    numbers of `_PANELS` panels.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        bits, panel, strips, group_shift, out = arguments
+        if not has_gemm():
+            return context.get_dummy_value()
+        dot = quad_dot()
+        assert dot is not None
+
+        def run(width: int) -> None:
+            def add_strip(strip: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                start, words = _strip_places(builder, strip, group_shift, width)
+                total = vec.ints(0)
+                for line in range(strip_lines(width)):
+                    place = builder.add(panel, builder.add(words, INT64(line * CACHE_LINE)))
+                    for codes in quads_of_codes(builder, vec.load(builder, place, INTS), width):
+                        total = dot(builder, [(codes, vec.ints(0x01010101))], total)
+                scale, minimum = scales_and_minima(context, builder, builder.add(panel, start))
+                to = builder.add(out, builder.mul(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
+                for index, vector in enumerate((scale, minimum, total)):
+                    vec.store(builder, vector, builder.add(to, INT64(index * CACHE_LINE)))
+                return carried
+
+            vec.loop(builder, strips, [], add_strip)
+
+        for_width(builder, bits, run)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def _dot_with_quad(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
+    """`total` plus the products of four codes in each lane with a quad in memory, which then needs no register."""
+    kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
+    instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
+    return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
+
+
+@intrinsic
+def _multiply_tile(
+    typing_context: Any,
+    bits: Any,
+    panel: Any,
+    second_panel: Any,
+    panel_numbers: Any,
+    strips: Any,
+    group_shift: Any,
+    integers: Any,
+    token_numbers: Any,
+    out: Any,
+) -> Any:
+    """
+    Write the products of six tokens with the rows of two panels, without the weight's factor.
+
+    bits: of a code; panel, second_panel: addresses; panel_numbers: address of float32 `[strips, _PANELS,
+    _PANEL_NUMBERS, LANES]`; strips: number of them in a row; group_shift: binary logarithm of the number of strips that
+    share a scale; integers: address of int8 `[strips, _TOKENS, STRIP]`; token_numbers: address of float32 `[strips,
+    _TOKEN_NUMBERS, _TOKENS]`; out: address of float32 `[_TOKENS, _PANELS, LANES]`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        bits, panel, second_panel, panel_numbers, strips, group_shift, *others = arguments
+        integers, token_numbers, out = others
+        if not has_gemm():
+            return context.get_dummy_value()
+        add, multiply = builder.add, builder.mul
+        outputs = _TOKENS * _PANELS
+
+        def run(width: int) -> None:
+            def add_strip(strip: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                of_panel = add(panel_numbers, multiply(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
+                of_token = add(token_numbers, multiply(strip, INT64(_TOKEN_NUMBERS * _TOKENS * 4)))
+
+                def number_of_panel(which: int, index: int, kind: ir.Type) -> ir.Value:
+                    line = INT64((which * _PANEL_NUMBERS + index) * CACHE_LINE)
+                    return vec.load(builder, add(of_panel, line), kind)
+
+                def number_of_token(token: int, index: int, kind: ir.Type) -> ir.Value:
+                    place = INT64((index * _TOKENS + token) * 4)
+                    return vec.splat(builder, vec.load(builder, add(of_token, place), kind))
+
+                sums_of_codes = [number_of_panel(which, 2, INTS) for which in range(_PANELS)]
+                dots = []
+                for token in range(_TOKENS):
+                    zero = number_of_token(token, 2, INT32)
+                    dots += [multiply(sum_of_codes, zero) for sum_of_codes in sums_of_codes]
+                _, words = _strip_places(builder, strip, group_shift, width)
+                starts = [add(each, words) for each in (panel, second_panel)]
+                quads = add(integers, multiply(strip, INT64(_TOKENS * STRIP)))
+                quad = 0
+                for line in range(strip_lines(width)):
+                    # One row at a time, as there are few registers left.
+                    loaded = [vec.load(builder, add(start, INT64(line * CACHE_LINE)), INTS) for start in starts]
+                    for codes in zip(*(quads_of_codes(builder, each, width) for each in loaded), strict=True):
+                        for token in range(_TOKENS):
+                            place = token * STRIP + quad * 4
+                            for which, each in enumerate(codes):
+                                output = token * _PANELS + which
+                                dots[output] = _dot_with_quad(builder, each, quads, place, dots[output])
+                        quad += 1
+                results = []
+                scales, minima = (
+                    [number_of_panel(which, index, FLOATS) for which in range(_PANELS)] for index in range(2)
+                )
+                for token in range(_TOKENS):
+                    step, total = (number_of_token(token, index, FLOAT) for index in range(2))
+                    for which in range(_PANELS):
+                        output = token * _PANELS + which
+                        result = vec.multiply_add(builder, minima[which], total, totals[output])
+                        stepped = builder.fmul(builder.sitofp(dots[output], FLOATS), step)
+                        results.append(vec.multiply_add(builder, scales[which], stepped, result))
+                return results
+
+            for output, result in enumerate(vec.loop(builder, strips, [vec.floats(0.0)] * outputs, add_strip)):
+                vec.store(builder, result, add(out, INT64(output * CACHE_LINE)))
+
+        for_width(builder, bits, run)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate

@@ -1,8 +1,8 @@
 """
-Products of a panel of quantized weights, which is sixteen rows, with a few tokens, and its dequantization.
+Products of panels of a quantized weight with a few tokens.
 
-`panels` describes a panel, `token_rounding` the rounded tokens. The sum of a group is of small integers: it is exact,
-and the same on every processor.
+`forms.panels` describes a panel, `operands` the rounded tokens. The sum of a group is of small integers: it is
+exact, and the same on every processor.
 """
 
 from typing import Any
@@ -11,20 +11,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..quantized.quantized_tiles import codes_in
+from ..forms.panels import QUADS, for_width, pairs_of_codes, quads_of_codes, scales_and_minima
 from ..vector import vector_ir as vec
-from ..vector.pair_dots import pair_dot, plain_dot
+from ..vector.dots import pair_dot, plain_dot, quad_dot
 from ..vector.processor import has_gemm
-from ..vector.quad_dots import quad_dot
-from ..vector.tiles import load_vectors, reduced
-from ..vector.transposition import transposed
-from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
-from .token_rounding import QUADS
+from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES, reduced
 
-# Bits of a code of a weight, the best quality first.
-WEIGHT_BITS = (8, 4)
-# Columns that are dequantized at a time; groups are multiples of it.
-CHUNK = 32
 # Numbers of tokens that share the loads of a panel; their sums stay in registers.
 TOKENS = (8, 4, 2, 1)
 # Panels and tokens of a square tile, for codes of 8 bits: each load serves more products. Codes of fewer bits are taken
@@ -112,12 +104,16 @@ def multiply_panels(
             for output, result in enumerate(results):
                 vec.store(builder, result, add(out, INT64(output * LANES * 4)))
 
-        for width in WEIGHT_BITS:
-            for tile in [(1, tokens) for tokens in TOKENS] + [SQUARE] * (width == SQUARE_BITS):
-                asked = zip((bits, panels, tokens), (width, *tile), strict=True)
-                is_it = [builder.icmp_signed("==", given, INT64(number)) for given, number in asked]
-                with builder.if_then(builder.and_(is_it[0], builder.and_(is_it[1], is_it[2]))):
+        def run_tile(width: int) -> None:
+            for tile in [(1, count) for count in TOKENS] + [SQUARE] * (width == SQUARE_BITS):
+                has_panels, has_tokens = (
+                    builder.icmp_signed("==", given, INT64(number))
+                    for given, number in zip((panels, tokens), tile, strict=True)
+                )
+                with builder.if_then(builder.and_(has_panels, has_tokens)):
                     run(width, *tile)
+
+        for_width(builder, bits, run_tile)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 13), generate
@@ -133,8 +129,8 @@ def _products_of_pairs(
     """
     dot, sums = pair_dot() or plain_dot, list(sums)
     chains = len(sums) // len(places) // len(words)
-    for pair in range(16 // width):
-        codes_of_panels = [codes_in(builder, each, pair * width, (2**width - 1) * 0x10001) for each in words]
+    codes_of_words = [pairs_of_codes(builder, each, width) for each in words]
+    for pair, codes_of_panels in enumerate(zip(*codes_of_words, strict=True)):
         for token, place in enumerate(places):
             number = vec.splat(builder, vec.load(builder, builder.add(place, INT64(4 * pair)), INT32))
             for panel, codes in enumerate(codes_of_panels):
@@ -150,8 +146,8 @@ def _products_of_quads(
     dot, sums = quad_dot(), list(sums)
     assert dot is not None
     chains = len(sums) // len(places) // len(words)
-    for quad in range(len(QUADS[width])):
-        codes_of_panels = [each if width == 8 else codes_in(builder, each, quad * width, 0x0F0F0F0F) for each in words]
+    codes_of_words = [quads_of_codes(builder, each, width) for each in words]
+    for quad, codes_of_panels in enumerate(zip(*codes_of_words, strict=True)):
         for token, place in enumerate(places):
             for digit in range(2):
                 at = builder.add(place, INT64(8 * quad + 4 * digit))
@@ -180,74 +176,3 @@ def _total(builder: ir.IRBuilder, sums: list[ir.Value]) -> ir.Value:
         upper, lower = (reduced(builder, sums[digit::2], ir.IRBuilder.add) for digit in range(2))
         return builder.add(builder.shl(upper, vec.ints(8)), lower)
     return reduced(builder, sums, ir.IRBuilder.add)
-
-
-@intrinsic
-def decode_chunk(
-    typing_context: Any,
-    bits: Any,
-    numbers: Any,
-    chunk: Any,
-    rows: Any,
-    out: Any,
-    row_bytes: Any,
-    factor: Any,
-    is_bfloat16: Any,
-) -> Any:
-    """
-    Dequantize a chunk of `CHUNK` columns of a group of a panel.
-
-    bits: of a code; numbers: address of the group; chunk: its index in the group; rows: number of rows to write; out:
-    address of the first row, float32 or bfloat16; row_bytes: between rows; factor: of the weight.
-    """
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        bits, numbers, chunk, rows, out, row_bytes, factor, is_bfloat16 = arguments
-        add, multiply = builder.add, builder.mul
-        by = vec.splat(builder, factor)
-        scale, minimum = (builder.fmul(each, by) for each in scales_and_minima(context, builder, numbers))
-
-        def decoded(words: list[ir.Value], width: int) -> list[ir.Value]:
-            """The dequantized columns: a vector for each, with a lane for each row."""
-            shifts = [place // 2 * width + place % 2 * 16 for place in range(32 // width)]
-            codes = [codes_in(builder, row, shift, 2**width - 1) for row in words for shift in shifts]
-            return [vec.multiply_add(builder, scale, builder.sitofp(code, FLOATS), minimum) for code in codes]
-
-        def write(vectors: list[ir.Value], offset: int) -> None:
-            """Write vectors of columns as sixteen numbers of 32 bits in each row."""
-            for row, vector in enumerate(transposed(builder, vectors)):
-                with builder.if_then(builder.icmp_signed("<", INT64(row), rows)):
-                    vec.store(builder, vector, add(out, add(multiply(INT64(row), row_bytes), INT64(offset))))
-
-        for width in WEIGHT_BITS:
-            with builder.if_then(builder.icmp_signed("==", bits, INT64(width))):
-                first = add(add(numbers, INT64(CACHE_LINE)), multiply(chunk, INT64(CHUNK * width // 32 * CACHE_LINE)))
-                words = [
-                    vec.load(builder, add(first, INT64(index * CACHE_LINE)), INTS)
-                    for index in range(CHUNK * width // 32)
-                ]
-                columns = decoded(words, width)
-                with builder.if_else(is_bfloat16) as (then, otherwise):
-                    with then:
-                        pairs = zip(columns[::2], columns[1::2], strict=True)
-                        write([_bfloat16_pair(builder, *pair) for pair in pairs], 0)
-                    with otherwise:
-                        for half in range(2):
-                            part = columns[half * LANES : (half + 1) * LANES]
-                            write([builder.bitcast(each, INTS) for each in part], half * LANES * 4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6, types.float32, types.boolean), generate
-
-
-def scales_and_minima(context: Any, builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Load the scales and the minima of the group of a panel that begins at an address."""
-    addresses = address, builder.add(address, INT64(2 * LANES))
-    scale, minimum = (load_vectors(context, builder, types.int16, each, 1)[0] for each in addresses)
-    return scale, minimum
-
-
-def _bfloat16_pair(builder: ir.IRBuilder, minimum: ir.Value, high: ir.Value) -> ir.Value:
-    """Round two vectors of finite floats to bfloat16, and join them in lanes of 32 bits."""
-    first, second = (vec.rounded_to_bfloat16(builder, numbers) for numbers in (minimum, high))
-    return builder.or_(builder.lshr(first, vec.ints(16)), builder.and_(second, vec.ints(0xFFFF0000)))

@@ -44,11 +44,9 @@ class AddressSpace:
             self._advise(_MADV_COLLAPSE, page, _HUGE_PAGE)
         self._huge_until = last
 
-    def map_file(self, file: int, offset: int, num_bytes: int, in_part: bool = False) -> bool:
+    def map_file(self, file: int, offset: int, num_bytes: int) -> bool:
         """
         Map the first `num_bytes` to an open file, from `offset` on. Writes to them do not reach the file.
-
-        With `in_part` the system is told not to read ahead.
 
         Returns:
             False if the system cannot do that (not Linux, or `offset` is not the start of a page). Do not use the space
@@ -64,8 +62,6 @@ class AddressSpace:
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         if map_memory(address, num_bytes, protection, flags, file, offset) != address:
             return False
-        if in_part:
-            self._advise("MADV_RANDOM", 0, num_bytes)
         # Pages of the file are shared with the page cache; huge pages would be copies.
         self._huge_until = num_bytes + -(address + num_bytes) % _HUGE_PAGE
         return True

@@ -151,12 +151,12 @@ class HostMemory:
         lock = None if self.pinned_for is None else PageLock(space.data, self.pinned_for)
         return Piece(space.data, entry_bytes, capacity, 0, space, lock)
 
-    def map_file(self, file: int, offset: int, num_entries: int, entry_bytes: int, in_part: bool) -> Piece | None:
+    def map_file(self, file: int, offset: int, num_entries: int, entry_bytes: int) -> Piece | None:
         """Map entries to an open file, see `TokenBuffer.map_file`; return `None` where the system cannot."""
         # Twice the space, because mapped entries would have to be read to be moved.
         capacity = self.capacity_for(num_entries if address_space_is_limited() else 2 * num_entries)
         mapped, space = least_capacity(num_entries, self.entry_tokens), self._reserve(capacity * entry_bytes)
-        if space is None or not space.map_file(file, offset, mapped * entry_bytes, in_part):
+        if space is None or not space.map_file(file, offset, mapped * entry_bytes):
             return None
         return Piece(space.data, entry_bytes, capacity, mapped, space)
 

@@ -197,10 +197,6 @@ class HostBudget:
         """Note how many entries `holder` holds, without a check."""
         self._held[holder] = (num_entries, entry_bytes)
 
-    def forget(self, holder: object) -> None:
-        """Note that `holder` holds nothing, as if it had never asked."""
-        self._held.pop(holder, None)
-
     def _missing_bytes(self, holder: object, num_entries: int, entry_bytes: int) -> int:
         """Return the bytes that all layers lack to hold `num_entries`."""
         others = [size for other, size in self._held.items() if other is not holder]

@@ -48,7 +48,7 @@ class HostBlocks(Run):
         return HostBlocks(shape, capacity, HostBudget(1, entry_tokens), entry_tokens == GRANULE)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and values as kernels read them, see `BlockBuffer.array`; call `wait_until_stored` first."""
+        """Return keys and values as kernels read them, see `BlockBuffer`; call `wait_until_stored` first."""
         return self.keys.held.array, self.values.held.array
 
     def rows(self) -> Pair:
@@ -70,17 +70,15 @@ class HostBlocks(Run):
         self.reserve(num_entries)
         self.num_entries = num_entries
 
-    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int, in_part: bool) -> bool:
+    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int) -> bool:
         """
         Map the rows of keys and values to an open file, from `offsets` on; the entries count as stored then.
-
-        With `in_part` they are read in part: the system is told not to read ahead.
 
         Returns:
             False where the system cannot do that; use `make_rows` then.
         """
         pairs = zip(self.buffers(), offsets, strict=True)
-        if not all(buffer.map_file(file, offset, num_entries, in_part) for buffer, offset in pairs):
+        if not all(buffer.map_file(file, offset, num_entries) for buffer, offset in pairs):
             return False
         # The budget is not asked: the pages are those of the file until they are written to.
         self._budget.note(self, num_entries, self.bytes_per_token)

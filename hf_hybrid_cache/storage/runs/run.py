@@ -8,8 +8,9 @@ from typing import Self
 import torch
 
 from ..kv_shape import KVShape, Pair
+from ..memory.growth import grown_capacity
 from ..memory.host_memory import HostBudget, require_host_bytes
-from .token_buffer import TokenBuffer, reserve_entries
+from .token_buffer import TokenBuffer
 
 _MOVED_TOKENS = 4096
 
@@ -103,8 +104,18 @@ class Run:
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed then.
         """
-        if num_entries > self._room:
-            self._room = reserve_entries(self, self.buffers(), self._budget, num_entries, self.num_entries)
+        if num_entries <= self._room:
+            return
+        buffers, is_on_host = self.buffers(), self.keys.device.type == "cpu"
+        granted = self._budget.granted(self)
+        if is_on_host and num_entries > granted:
+            ahead = grown_capacity(num_entries, self.keys.entry_tokens)
+            moved = max(buffer.num_bytes if ahead > buffer.capacity else 0 for buffer in buffers)
+            granted = self._budget.grow(self, num_entries, self.bytes_per_token, moved)
+        for buffer in buffers:
+            buffer.ensure(num_entries, self.num_entries, granted)
+        ready = min(buffer.held.ready for buffer in buffers)
+        self._room = min(ready, granted) if is_on_host else ready
 
     def truncate(self, num_entries: int) -> None:
         """Keep the first `num_entries`."""

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Self
 
-import numpy as np
 import torch
 
 from ..memory.buffer_memory import DeviceMemory, HostMemory, Piece, StorageUses
-from ..memory.growth import grown_capacity
-from ..memory.host_memory import HostBudget, require_host_bytes
+from ..memory.host_memory import require_host_bytes
 
 _PIECE_BYTES = 32 * 2**20
 
@@ -83,10 +81,6 @@ class TokenBuffer:
         """Return a writable view of the rows that hold this many entries; if token-major, one piece of memory."""
         return self._rows_of(self.held, 0, self.rows(num_entries))
 
-    def array(self) -> np.ndarray:
-        """Return a view of packed blocks in host memory for a kernel, `[packed, batch * heads, bytes]`."""
-        return self.held.array
-
     def ensure(self, num_entries: int, keep: int, ahead: int = 0) -> None:
         """
         Have memory for at least `num_entries`, and capacity for `ahead` or more; keep the first `keep`.
@@ -142,11 +136,10 @@ class TokenBuffer:
             there = source.read_range(first - first_there, last - first_there)
             self.read_range(first, last).copy_(there, non_blocking=True)
 
-    def map_file(self, file: int, offset: int, num_entries: int, in_part: bool = False) -> bool:
+    def map_file(self, file: int, offset: int, num_entries: int) -> bool:
         """
         Map the rows of an empty buffer in host memory to an open file, from `offset` on; the file is not written to.
 
-        With `in_part` only parts are read: the system is told not to read ahead.
         Further entries, and entries of the file once they are written to, are in memory.
 
         Returns:
@@ -154,7 +147,7 @@ class TokenBuffer:
         """
         assert isinstance(self.memory, HostMemory)
         with torch.inference_mode(False):
-            piece = self.memory.map_file(file, offset, num_entries, self._entry_bytes(), in_part)
+            piece = self.memory.map_file(file, offset, num_entries, self._entry_bytes())
             if piece is None:
                 return False
             self.memory = replace(self.memory, pinned_for=None)  # locked pages would be copies
@@ -231,28 +224,3 @@ class TokenBuffer:
             return ((first, last),)
         cuts = (cut // self.row_entries for cut in lock.cuts)
         return itertools.pairwise(sorted({first, *(cut for cut in cuts if first < cut < last), last}))
-
-
-def reserve_entries(
-    holder: object, buffers: Sequence[TokenBuffer], budget: HostBudget, num_entries: int, keep: int
-) -> int:
-    """
-    Have memory for at least `num_entries` in each of a holder's buffers; keep the first `keep`.
-
-    If it is in host memory, the budget is asked a chunk ahead, and that much address space is there.
-
-    Returns:
-        Entries that can be written as it is.
-
-    Raises:
-        HostMemoryError: the host has no room for them; nothing has changed then.
-    """
-    granted = budget.granted(holder)
-    if buffers[0].device.type == "cpu" and num_entries > granted:
-        ahead = grown_capacity(num_entries, buffers[0].entry_tokens)
-        moved = max(buffer.num_bytes if ahead > buffer.capacity else 0 for buffer in buffers)
-        granted = budget.grow(holder, num_entries, sum(buffer.bytes_per_token for buffer in buffers), moved)
-    for buffer in buffers:
-        buffer.ensure(num_entries, keep, granted)
-    ready = min(buffer.held.ready for buffer in buffers)
-    return min(ready, granted) if buffers[0].device.type == "cpu" else ready

@@ -1,1 +1,0 @@
-"""The cost and the gain of attention to selected pages."""

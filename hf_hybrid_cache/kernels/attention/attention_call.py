@@ -1,0 +1,345 @@
+"""A call of attention: its description, the rows of queries, the mask, and the merge of results."""
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import float32, int64, uint8
+
+from ..vector.compiled import jit_function, jit_inlined
+from ..vector.intrinsics import call_at, pointer
+from ..vector.numbers_at import Numbers, load_numbers, store_numbers
+from ..vector.rotation import rotate, rotate_back
+from ..vector.tiles import ROWS
+from ..vector.vector_ir import BLOCK, LOG2_E
+
+# A mask may add the lowest finite float32. Times log2(e) it would be infinite, and a row of only such scores empty.
+_LOWEST, _LOG2_E = np.float32(-3e38), np.float32(LOG2_E)
+_LN_2 = math.log(2)
+
+
+class AttentionCall(NamedTuple):
+    """
+    A call of attention; in memory `Scratch` follows it, and a `Form` of the codes of keys and one of those of values.
+
+    A row is a query of one of the query heads that share a KV head: row `g * query_length + i` is query `i` of query
+    head `g`. Names with `_of_` are strides in bytes; those of masks are 0 along an axis that has one mask for all.
+    """
+
+    # Written by the kernel, from its arguments, see `take_arrays`:
+    keys: int  # address of blocks in full precision [blocks, heads, key_dim, BLOCK]
+    values: int  # the same [blocks, heads, BLOCK, width]
+    key_bytes: int  # of one block
+    value_bytes: int
+    packed_keys: int  # address of quantized blocks [quantized blocks, heads, bytes]
+    packed_values: int
+    query_factors: int  # address of float32 [num_kv_heads, key_dim], for quantized keys; 0 for none
+    rotation_matrix: int  # address of float32 [num_kv_heads, value_dim, value_dim], of quantized values; 0 for none
+    # Of each call:
+    query: int  # address of [batch, query heads, query_length, key_dim], the last axis contiguous
+    query_of_sequence: int
+    query_of_head: int
+    query_of_token: int
+    query_is_bfloat16: int  # otherwise float32
+    out: int  # address of [batch, query heads, query_length, value_dim], written
+    out_of_sequence: int
+    out_of_head: int
+    out_of_token: int
+    out_is_bfloat16: int
+    lse: int  # address of float32 [batch, query heads, query_length], written
+    num_tokens: int
+    factor: int  # bits of a float64: 2 to the power of factor * product is a weight
+    operand_is_bfloat16: int  # whether rows for blocks in full precision are
+    rotated_is_bfloat16: int  # whether rows for codes are
+    first_quantized: int  # blocks in full precision before the quantized ones
+    quantized_blocks: int
+    parts: int
+    quantized_parts: int  # the first ones, of a call by few queries
+    # Masks:
+    seen: int  # address of int64 [batch, query heads, query_length, 2]: the first token and the end; 0 for all tokens
+    seen_of_sequence: int
+    seen_of_head: int
+    seen_of_token: int
+    visible: int  # address of uint8 [batch, query heads, query_length, tokens]; 0 for none
+    visible_of_sequence: int
+    visible_of_head: int
+    visible_of_token: int
+    bias: int  # address of float32 [batch, query heads, query_length, tokens]; 0 for none
+    bias_of_sequence: int
+    bias_of_head: int
+    bias_of_token: int
+    # Sizes:
+    heads: int  # KV heads of all sequences
+    num_kv_heads: int  # of one sequence
+    group: int  # query heads of a KV head
+    query_length: int
+    rows: int  # of a KV head
+    rows_at_once: int  # rows of a part; all rows, in whole tiles, in a call by few queries
+    key_dim: int
+    inner: int  # key_dim, padded
+    value_dim: int
+    width: int  # value_dim, padded
+
+
+class Scratch(NamedTuple):
+    """Addresses of the memory of part 0, or of thread 0 in a call by many queries; 0 for what a call does not use."""
+
+    part_bytes: int  # from a part or thread to the next
+    maxima: int  # float32 [heads * rows_at_once]; [rows_at_once] for many queries, as `sums` and `partial`
+    sums: int
+    partial: int  # float32 [heads * rows_at_once, width]
+    scores: int  # float32 [BLOCKS_AT_ONCE, ROWS, BLOCK]
+    corrections: int  # float32 [BLOCKS_AT_ONCE, ROWS]
+    operand: int  # rows [inner] of queries for blocks in full precision; few queries have one for all parts
+    rotated: int  # the same, for codes
+    # By many queries:
+    side_bytes: int  # from maxima, sums and partial results of quantized blocks to those of full precision
+    ranges: int  # int64 [rows_at_once, 2], as `seen`
+    key_operand: int
+    value_operand: int
+    # By few queries, to codes:
+    blocks: int  # int64 [BLOCKS_AT_ONCE, 6], see `codes`
+    folded: int  # float32 [ROWS, longest inner axis]
+    rounded: int  # float32 or integers [BLOCKS_AT_ONCE, ROWS, longest inner axis]
+    rounded_bytes: int  # of a block in it
+    steps: int  # float32 [BLOCKS_AT_ONCE, ROWS]
+    constants: int  # the same
+
+
+class Form(NamedTuple):
+    """The form of packed blocks, see `PackedLayout`."""
+
+    block_bytes: int
+    bits: int
+    limit: int  # largest integer that folded numbers are rounded to; 0 for the portable way
+    inner: int
+    lanes: int
+    group: int
+    groups: int
+    scales: int  # bytes before the scales
+    minima: int  # bytes from the scales to the minima
+    rotation: int
+
+
+SCRATCH = 8 * len(AttentionCall._fields)
+KEYS = SCRATCH + 8 * len(Scratch._fields)
+VALUES = KEYS + 8 * len(Form._fields)
+CALL_BYTES = VALUES + 8 * len(Form._fields)
+
+
+@jit_inlined
+def take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
+    """Write the addresses of a kernel's arrays to its call; NumPy takes longer to tell them than all else in Python."""
+    numbers = numba.carray(pointer(address, np.int64(0)), (8,))
+    numbers[0], numbers[1] = keys.ctypes.data, values.ctypes.data
+    numbers[2], numbers[3] = keys.strides[1], values.strides[1]
+    numbers[4], numbers[5] = packed_keys.ctypes.data, packed_values.ctypes.data
+    numbers[6] = query_factors.ctypes.data if query_factors.size else 0
+    numbers[7] = rotation_matrix.ctypes.data if rotation_matrix.size else 0
+
+
+def argument_types(element: np.dtype) -> tuple[Any, ...]:
+    """The types of the arguments of each kernel of attention to blocks of `element`."""
+    blocks, packed = numba.from_dtype(element)[:, :, :, ::1], uint8[:, :, ::1]
+    return int64, int64, blocks, blocks, packed, packed, float32[:, ::1], float32[:, :, ::1]
+
+
+@jit_inlined
+def floats_at(address, count):
+    return numba.carray(pointer(address, numba.float32(0)), (count,))
+
+
+@jit_inlined
+def factor_of(address):
+    """The factor of the scores, in the exponent of 2."""
+    return numba.float32(np.int64(call_at(address, AttentionCall).factor).view(np.float64))
+
+
+@jit_inlined
+def row_bytes(is_bfloat16, address):
+    """Bytes of a row of an operand."""
+    return call_at(address, AttentionCall).inner * (2 if is_bfloat16 else 4)
+
+
+@jit_inlined
+def place_of(head, row, address):
+    """The sequence, the query head and the index of the query of a row of a KV head; of the last row beyond the end."""
+    call = call_at(address, AttentionCall)
+    row, sequence = min(row, call.rows - 1), head // call.num_kv_heads
+    group = row // call.query_length
+    kv_head = head - sequence * call.num_kv_heads
+    return sequence, kv_head * call.group + group, row - group * call.query_length
+
+
+@jit_function
+def take_rows(head, first, count, operand, rotated, address):
+    """Write rows of queries for blocks in full precision, and for codes: times `query_factors`, rotated as the keys."""
+    call = call_at(address, AttentionCall)
+    operand_bytes = row_bytes(call.operand_is_bfloat16, address)
+    rotated_bytes = row_bytes(call.rotated_is_bfloat16, address)
+    for row in range(count):
+        sequence, query_head, index = place_of(head, first + row, address)
+        source = call.query + sequence * call.query_of_sequence + query_head * call.query_of_head
+        given = Numbers(source + index * call.query_of_token, call.query_is_bfloat16)
+        place = operand + row * operand_bytes
+        if call.operand_is_bfloat16:
+            _copy_halves(given.address, call.key_dim, place, call.inner)
+        else:
+            _load_row(given, call.key_dim, place, call.inner)
+        if call.quantized_blocks:
+            place = rotated + row * rotated_bytes
+            _load_row(given, call.key_dim, place, call.inner)
+            numbers = floats_at(place, call.key_dim)
+            if call.query_factors:
+                of_head = head % call.num_kv_heads * call.key_dim * 4
+                factors = floats_at(call.query_factors + of_head, call.key_dim)
+                for d in range(call.key_dim):
+                    numbers[d] *= factors[d]
+            rotate(place, call.key_dim, call_at(address + KEYS, Form).rotation)
+            if call.rotated_is_bfloat16:
+                store_numbers(floats_at(place, call.inner), Numbers(place, 1), 0, call.inner)
+
+
+@jit_function
+def _copy_halves(source, count, target, filled):
+    """Copy numbers of 16 bits, with zeros after them."""
+    given = numba.carray(pointer(source, np.uint16(0)), (count,))
+    copied = numba.carray(pointer(target, np.uint16(0)), (filled,))
+    for index in range(count):
+        copied[index] = given[index]
+    for index in range(count, filled):
+        copied[index] = 0
+
+
+@jit_function
+def _load_row(given, count, target, filled):
+    """Copy numbers to float32, with zeros after them."""
+    numbers = floats_at(target, filled)
+    load_numbers(given, 0, count, numbers)
+    for index in range(count, filled):
+        numbers[index] = 0
+
+
+@jit_function
+def reset_rows(first, count, maxima, sums, partial, width):
+    """Let rows, from `first` on, have seen no token yet; the addresses are those of row 0."""
+    _fill(maxima + first * 4, count, -np.inf)
+    _fill(sums + first * 4, count, 0)
+    _fill(partial + first * width * 4, count * width, 0)
+
+
+@jit_inlined
+def _fill(address, count, value):
+    numbers = floats_at(address, count)
+    for index in range(count):
+        numbers[index] = value
+
+
+@jit_function
+def mask_tile(head, first, start, ranges, scores, factor, address):
+    """
+    Multiply the scores of four rows by `factor`, add the bias, and hide the tokens that a query does not see.
+
+    first: number of the first row; start: first token of the block; ranges: address of int64 `[ROWS, 2]`, the first
+    token that a row sees and the end, or 0. Minus infinity is added, as torch adds a mask, so that a NaN score stays
+    NaN.
+    """
+    call = call_at(address, AttentionCall)
+    tokens = min(BLOCK, call.num_tokens - start)
+    for tile_row in range(ROWS):
+        sequence, query_head, index = place_of(head, first + tile_row, address)
+        numbers = floats_at(scores + tile_row * BLOCK * 4, BLOCK)
+        begin, end = 0, tokens
+        if ranges:
+            seen = numba.carray(pointer(ranges + tile_row * 16, np.int64(0)), (2,))
+            begin = min(max(seen[0] - start, 0), tokens)
+            end = min(max(seen[1] - start, begin), tokens)
+        for token in range(tokens):
+            numbers[token] *= factor
+        if call.bias:
+            row = call.bias + sequence * call.bias_of_sequence + query_head * call.bias_of_head
+            bias = floats_at(row + index * call.bias_of_token + start * 4, tokens)
+            for token in range(begin, end):
+                biased = numbers[token] + bias[token] * _LOG2_E
+                numbers[token] = biased if bias[token] == -np.inf else max(biased, _LOWEST)
+        if call.visible:
+            row = call.visible + sequence * call.visible_of_sequence + query_head * call.visible_of_head
+            visible = numba.carray(pointer(row + index * call.visible_of_token + start, np.uint8(0)), (tokens,))
+            for token in range(begin, end):
+                if visible[token] == 0:
+                    numbers[token] += -np.inf
+        for token in range(begin):
+            numbers[token] += -np.inf
+        for token in range(end, tokens):
+            numbers[token] += -np.inf
+        for token in range(tokens, BLOCK):
+            numbers[token] = -np.inf
+
+
+@jit_function
+def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, part_bytes, address):
+    """
+    Write outputs and log-sum-exps of rows, from `first` on, merged from their partial results.
+
+    maxima, sums, partial: addresses of the first part's, `part_bytes` before those of the next. A maximum that is NaN
+    marks a part without any tokens. The first `rotated_parts` parts are sums of quantized values.
+    """
+    call = call_at(address, AttentionCall)
+    merged, floats = np.empty(call.width, np.float64), np.empty((2, call.width), np.float32)
+    matrix = call.rotation_matrix
+    if matrix:
+        matrix += head % call.num_kv_heads * call.value_dim * call.value_dim * 4
+    rotation = call_at(address + VALUES, Form).rotation
+    for row in range(count):
+        base, total = _highest(maxima + row * 4, parts, part_bytes), 0.0
+        for column in range(call.width):
+            merged[column] = 0
+        for part in range(parts):
+            if 0 < part == rotated_parts:
+                rotate_back(merged, call.value_dim, rotation, matrix, floats)
+            memory = part * part_bytes
+            maximum = floats_at(maxima + memory, row + 1)[row]
+            if np.isnan(maximum):
+                continue
+            weight = _power_of_two(maximum - base)
+            total += weight * floats_at(sums + memory, row + 1)[row]
+            numbers = floats_at(partial + memory + row * call.width * 4, call.width)
+            for column in range(call.width):
+                merged[column] += weight * numbers[column]
+        if rotated_parts == parts:
+            rotate_back(merged, call.value_dim, rotation, matrix, floats)
+        for column in range(call.width):
+            # A row that sees no token gives zeros, or NaN if a score is NaN, as torch does.
+            floats[0, column] = merged[column] / total if total != 0 else merged[column]
+        sequence, query_head, index = place_of(head, first + row, address)
+        target = call.out + sequence * call.out_of_sequence + query_head * call.out_of_head + index * call.out_of_token
+        store_numbers(floats[0], Numbers(target, call.out_is_bfloat16), 0, call.value_dim)
+        place = (sequence * call.num_kv_heads * call.group + query_head) * call.query_length + index
+        # Maxima are kept times log2(e).
+        floats_at(call.lse, place + 1)[place] = base / LOG2_E + np.log(total)
+
+
+@jit_function
+def _highest(maxima, parts, part_bytes):
+    """The highest of a row's maxima over the parts; 0 if the row sees no token, because -inf - -inf is NaN."""
+    highest = np.float64(-np.inf)
+    for part in range(parts):
+        maximum = floats_at(maxima + part * part_bytes, 1)[0]
+        if maximum > highest:
+            highest = np.float64(maximum)
+    return 0.0 if highest == -np.inf else highest
+
+
+@jit_inlined
+def _power_of_two(x):
+    """2 to the power of a float64 of at most 0, to 1e-11 relative. The library's is slower than the rest of a merge."""
+    if not x >= -1000.0:
+        return x - x if np.isnan(x) else 0.0
+    whole = np.floor(x + 0.5)
+    fraction = (x - whole) * _LN_2
+    # The series of e^x, at most 0.35 from 0.
+    power = 1.0
+    for term in range(10, 0, -1):
+        power = 1.0 + power * fraction / term
+    return power * np.int64((np.int64(whole) + 1023) << 52).view(np.float64)

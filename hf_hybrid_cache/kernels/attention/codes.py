@@ -1,0 +1,184 @@
+"""
+Attention of a few queries over quantized blocks in host memory, with blocks in full precision before and after them.
+
+The steps are those of `attention`; products use the codes themselves. Several blocks take each step side by side: the
+processor then works on the others while a step of one waits for the step before it.
+"""
+
+import numba
+import numpy as np
+
+from ..vector.code_tiles import MOST_BITS_OF_QUADS, score_codes, weigh_codes
+from ..vector.compiled import Needed, jit, jit_function, jit_inlined
+from ..vector.intrinsics import call_at, pointer, prefetch_lines
+from ..vector.parallel import split_work
+from ..vector.tiles import ROWS, softmax_codes
+from ..vector.vector_ir import BLOCK, CACHE_LINE
+from .attention import attend_part, has_mask, merge_head, share, start_part, take_queries
+from .attention_call import (
+    KEYS,
+    SCRATCH,
+    VALUES,
+    AttentionCall,
+    Form,
+    Scratch,
+    argument_types,
+    factor_of,
+    mask_tile,
+    take_arrays,
+)
+from .folding import fold_rows
+
+BLOCKS_AT_ONCE = 4
+# The numbers of each of the blocks side by side: its head, its first token, the addresses of its codes, and those of
+# the codes that are attended to next.
+_HEAD, _START, _KEYS, _VALUES, _NEXT_KEYS, _NEXT_VALUES = range(6)
+_NUMBERS = 6
+BLOCKS_BYTES = 8 * BLOCKS_AT_ONCE * _NUMBERS
+_LINE_SCALES = CACHE_LINE // 2  # bfloat16 scales in a cache line
+
+
+@jit
+def attend_quantized(team, address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
+    """Attend as an `AttentionCall` says, to codes and blocks in full precision, on several threads."""
+    take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix)
+    call = call_at(address, AttentionCall)
+    take_queries(address)
+    split_work(team, call.parts, _attend_part, (keys.dtype.type(0), address))
+    split_work(team, call.heads, merge_head, address)
+
+
+@jit_function
+def _attend_part(part, work):
+    """Attend to a part's blocks, all quantized or all in full precision."""
+    if part >= call_at(work[1], AttentionCall).quantized_parts:
+        attend_part(part, work)
+    else:
+        _attend_codes(part, work[1])
+
+
+@jit_function
+def _attend_codes(part, address):
+    """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
+    call, memory = call_at(address, AttentionCall), part * call_at(address + SCRATCH, Scratch).part_bytes
+    keys, values = call_at(address + KEYS, Form), call_at(address + VALUES, Form)
+    items = share(part, call.quantized_parts, call.quantized_blocks * call.heads)
+    start_part(part, items, address)
+    for first in range(items.start, items.stop, BLOCKS_AT_ONCE):
+        count = min(BLOCKS_AT_ONCE, items.stop - first)
+        _place_blocks(first, count, items.stop - 1, memory, address)
+        for row in range(0, call.rows_at_once, ROWS):
+            for group in range(keys.groups):
+                _fold(count, row, group, True, memory, address)
+                _score(count, group, memory, address)
+            _weigh(count, row, memory, address)
+            for group in range(values.groups):
+                _fold(count, row, group, False, memory, address)
+                _add_values(count, row, group, memory, address)
+
+
+@jit_inlined
+def _place_blocks(first, count, last, memory, address):
+    """Note the blocks, from number `first` on, that are attended to side by side. Number `last` is the part's last."""
+    call, blocks = call_at(address, AttentionCall), _blocks(memory, address)
+    key_bytes, value_bytes = call_at(address + KEYS, Form).block_bytes, call_at(address + VALUES, Form).block_bytes
+    for which in range(count):
+        item = first + which
+        block, following = item // call.heads, min(item + BLOCKS_AT_ONCE, last)
+        blocks[which, _HEAD] = item - block * call.heads
+        blocks[which, _START] = (call.first_quantized + block) * BLOCK
+        blocks[which, _KEYS] = call.packed_keys + item * key_bytes
+        blocks[which, _VALUES] = call.packed_values + item * value_bytes
+        blocks[which, _NEXT_KEYS] = call.packed_keys + following * key_bytes
+        blocks[which, _NEXT_VALUES] = call.packed_values + following * value_bytes
+
+
+@jit_inlined
+def _blocks(memory, address):
+    scratch = call_at(address + SCRATCH, Scratch)
+    return numba.carray(pointer(scratch.blocks + memory, np.int64(0)), (BLOCKS_AT_ONCE, _NUMBERS))
+
+
+@jit_function
+def _fold(count, row, group, of_keys, memory, address):
+    """
+    Fold scales and minima of a group of keys into the queries, or of values into the weights.
+
+    It prefetches those of the blocks that come next.
+    """
+    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    form, blocks = call_at(address + (KEYS if of_keys else VALUES), Form), _blocks(memory, address)
+    is_quad = form.limit > 0 and form.bits <= MOST_BITS_OF_QUADS
+    middle = numba.float32(((1 << form.bits) - 1) * 0.5 if is_quad else 0)
+    factor = factor_of(address) if of_keys else numba.float32(1)
+    stride, at = call.inner * 4 if of_keys else BLOCK * 4, form.scales + group * form.inner * 2
+    for which in range(count):
+        scales = blocks[which, _KEYS if of_keys else _VALUES] + at
+        _prefetch_scales(blocks[which, _NEXT_KEYS if of_keys else _NEXT_VALUES] + at, form)
+        rows, of_rows = scratch.scores + memory + which * ROWS * BLOCK * 4, memory + which * ROWS * 4
+        if of_keys:
+            rows = scratch.rotated + (blocks[which, _HEAD] * call.rows_at_once + row) * stride
+        fold_rows(
+            rows, stride, scales, scales + form.minima, form.inner, form.bits, middle, form.limit, factor,
+            scratch.folded + memory, scratch.rounded + memory + which * scratch.rounded_bytes,
+            scratch.steps + of_rows, scratch.constants + of_rows,
+        )  # fmt: skip
+
+
+@jit_inlined
+def _prefetch_scales(scales, form):
+    """Prefetch the scales and minima of a group."""
+    for first in range(0, form.inner, _LINE_SCALES):
+        prefetch_lines(scales + first * 2, 1)
+        prefetch_lines(scales + form.minima + first * 2, 1)
+
+
+@jit_function
+def _score(count, group, memory, address):
+    """Write the scores of a group's tokens, and prefetch the next keys."""
+    scratch, form = call_at(address + SCRATCH, Scratch), call_at(address + KEYS, Form)
+    blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, BLOCK)
+    for which in range(count):
+        of_rows = memory + which * ROWS * 4
+        score_codes(
+            form.bits, form.limit > 0, scratch.rounded + memory + which * scratch.rounded_bytes, blocks[which, _KEYS],
+            form.inner, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
+            scratch.scores + memory + which * ROWS * BLOCK * 4, blocks[which, _NEXT_KEYS],
+        )  # fmt: skip
+
+
+@jit_function
+def _weigh(count, row, memory, address):
+    """Turn scores into weights, one block after the other, as blocks of the same head share their maxima and sums."""
+    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    blocks, one = _blocks(memory, address), numba.float32(1)
+    for which in range(count):
+        head, scores = blocks[which, _HEAD], scratch.scores + memory + which * ROWS * BLOCK * 4
+        if has_mask(address):
+            mask_tile(head, row, blocks[which, _START], 0, scores, one, address)
+        state, corrections = memory + (head * call.rows_at_once + row) * 4, scratch.corrections + memory
+        softmax_codes(scores, one, scratch.maxima + state, scratch.sums + state, corrections + which * ROWS * 4)
+
+
+@jit_function
+def _add_values(count, row, group, memory, address):
+    """Correct a group's channels in the partial results, add the weighted values, and prefetch the next values."""
+    call, scratch, form = (
+        call_at(address, AttentionCall),
+        call_at(address + SCRATCH, Scratch),
+        call_at(address + VALUES, Form),
+    )
+    blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, form.lanes)
+    for which in range(count):
+        of_rows, at = memory + which * ROWS * 4, blocks[which, _HEAD] * call.rows_at_once + row
+        weigh_codes(
+            form.bits, form.limit > 0, scratch.rounded + memory + which * scratch.rounded_bytes, blocks[which, _VALUES],
+            form.inner, form.lanes, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
+            scratch.corrections + of_rows, scratch.partial + memory + at * call.width * 4,
+            blocks[which, _NEXT_VALUES],
+        )  # fmt: skip
+
+
+def quantized_attention_kernels(element: np.dtype) -> list[Needed]:
+    """The kernel that attends to quantized blocks beside blocks of `element`."""
+    return [(attend_quantized, argument_types(element))]

@@ -1,0 +1,425 @@
+"""Calls of the kernels of attention: their description in memory, and memory that calls use again."""
+
+import contextlib
+import struct
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..forms.blocks import PackedLayout, value_width
+from ..vector.code_tiles import MOST_BITS_OF_QUADS
+from ..vector.parallel import team_of_kernels
+from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kernels
+from ..vector.tiles import ROWS
+from ..vector.vector_ir import BLOCK, CACHE_LINE, LOG2_E
+from .attention import attend
+from .attention_call import CALL_BYTES, KEYS, SCRATCH, AttentionCall, Form, Scratch
+from .codes import BLOCKS_AT_ONCE, BLOCKS_BYTES, attend_quantized
+from .prefill_attention import attend_prefill
+
+# float32 sums over more blocks would lose digits; the sums of parts are added in float64.
+_PART_BLOCKS = 64
+# A call has the fewest parts times a power of two, which most numbers of threads share equally.
+_FEWEST_PARTS, _MOST_PARTS = 12, 96
+_WORTH_A_PART = 32  # blocks; with fewer, starting the part and merging its result would take time beside them
+# Rows of a part of many queries: with enough of them, making a block's operand takes little time beside its products;
+# with few enough, the part stays in the second-level cache.
+_MOST_ROWS, _FEWEST_ROWS = 256, 32
+# Several parts of many queries for each thread, so that threads end at about the same time.
+_PARTS_OF_A_THREAD = 4
+
+_OF_EACH_CALL = struct.Struct("@12qd6q")  # the fields from `query` to `quantized_parts`; the factor is a float64
+_QUERY, _SEEN, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("query", "seen", "heads"))
+_NO_PACKED, _NO_FACTORS = np.empty((0, 0, 0), np.uint8), np.empty((0, 0), np.float32)
+_NO_MATRIX = np.empty((0, 0, 0), np.float32)
+
+
+class Shape(NamedTuple):
+    """
+    Shape of a call of attention.
+
+    It is a tuple, because one is made and looked up for each layer and token.
+
+    Attributes:
+        batch: number of sequences.
+        num_kv_heads: KV heads of each sequence.
+        group: query heads that share a KV head.
+        query_length: queries of each head.
+        key_dim: width of a key.
+        value_dim: width of a value.
+    """
+
+    batch: int
+    num_kv_heads: int
+    group: int
+    query_length: int
+    key_dim: int
+    value_dim: int
+
+
+class Strided(NamedTuple):
+    """
+    Numbers `[batch, query heads, query_length, dim]` in memory, the last axis contiguous.
+
+    Attributes:
+        address: of the first number.
+        of_sequence: bytes from a sequence to the next one.
+        of_head: bytes from a head to the next one.
+        of_token: bytes from a query to the next one.
+        is_bfloat16: whether they are bfloat16, not float32.
+    """
+
+    address: int
+    of_sequence: int
+    of_head: int
+    of_token: int
+    is_bfloat16: bool
+
+
+class QuantizedBlocks(NamedTuple):
+    """
+    The quantized blocks of a layer.
+
+    It is a tuple, because one is made for each layer and token.
+
+    Attributes:
+        keys: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `key_layout`.
+        values: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `value_layout`.
+        first: number of blocks in full precision before them.
+        num_blocks: number of quantized blocks.
+        key_layout: layout of the packed blocks of keys.
+        value_layout: layout of the packed blocks of values.
+        query_factors: float32 `[num_kv_heads, key_dim]`, by which the query's channels are multiplied before rotation:
+            the reciprocals of the factors of the keys' channels; `None` for ones.
+        rotation_matrix: float32 `[num_kv_heads, value_dim, value_dim]`, by which sums of values, as row vectors, are
+            multiplied after they are rotated back; `None` for no such product.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    first: int
+    num_blocks: int
+    key_layout: PackedLayout
+    value_layout: PackedLayout
+    query_factors: np.ndarray | None = None
+    rotation_matrix: np.ndarray | None = None
+
+
+class _Calls:
+    """
+    Calls of one shape: their description, of which each call writes what is new, and their scratch memory.
+
+    Args:
+        shape: of the calls.
+        rows_at_once: rows of a part.
+        sizes: bytes of each array of a part's memory, by names of `Scratch`.
+        shared: the same of arrays that all parts share.
+        strides: further fields of `Scratch`.
+    """
+
+    def __init__(
+        self, shape: Shape, rows_at_once: int, sizes: dict[str, int], shared: dict[str, int], strides: dict[str, int]
+    ):
+        batch, num_kv_heads, group, query_length, key_dim, value_dim = shape
+        self._numbers = np.zeros(CALL_BYTES // 8, np.int64)
+        self._buffer, self.address = self._numbers.data, int(self._numbers.ctypes.data)
+        self._write(
+            _HEADS, batch * num_kv_heads, num_kv_heads, group, query_length, group * query_length, rows_at_once,
+            key_dim, value_width(key_dim), value_dim, value_width(value_dim),
+        )  # fmt: skip
+        self._offsets, self._part_bytes = _laid_out(sizes)
+        shared_offsets, shared_bytes = _laid_out(shared)
+        self._shared = _aligned_zeros(shared_bytes)
+        self._others = {name: self._shared.ctypes.data + offset for name, offset in shared_offsets.items()}
+        self._others |= strides | {"part_bytes": self._part_bytes}
+        # What the description says. Writing it may be interrupted.
+        self._parts = 0
+        self._is_masked = False
+        self._forms: tuple[Any, ...] = ()
+
+    def _write(self, offset: int, *numbers: int) -> None:
+        self._numbers[offset // 8 : offset // 8 + len(numbers)] = numbers
+
+    def reserve(self, parts: int) -> None:
+        """Have scratch memory for so many parts or threads."""
+        if parts > self._parts:
+            self._parts = 0
+            self._memory = _aligned_zeros(parts * self._part_bytes)
+            start = self._memory.ctypes.data
+            fields = {name: start + offset for name, offset in self._offsets.items()} | self._others
+            self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
+            self._parts = parts
+
+    def run(
+        self,
+        kernel: Any,
+        query: Strided,
+        out: Strided,
+        lse: int,
+        keys: np.ndarray,
+        values: np.ndarray,
+        num_tokens: int,
+        scale: float,
+        operand_is_bfloat16: bool,
+        rotated_is_bfloat16: bool,
+        quantized: QuantizedBlocks | None,
+        parts: int,
+        quantized_parts: int,
+        seen: np.ndarray | None,
+        visible: np.ndarray | None,
+        bias: np.ndarray | None,
+    ) -> None:
+        """Run a kernel; `attend_many` describes the arguments."""
+        first, num_blocks, factors, matrix = 0, 0, None, None
+        packed_keys = packed_values = _NO_PACKED
+        if quantized is not None:
+            packed_keys, packed_values, first, num_blocks, key_layout, value_layout, factors, matrix = quantized
+            forms = key_layout, value_layout, uses_integer_kernels()
+            if forms != self._forms:
+                self._forms = ()
+                self._write(KEYS, *_form(key_layout, forms[2], 127), *_form(value_layout, forms[2], 255))
+                self._forms = forms
+        _OF_EACH_CALL.pack_into(
+            self._buffer, _QUERY, *query, *out, lse, num_tokens, scale * LOG2_E, operand_is_bfloat16,
+            rotated_is_bfloat16, first, num_blocks, parts, quantized_parts,
+        )  # fmt: skip
+        is_masked = seen is not None or visible is not None or bias is not None
+        if is_masked or self._is_masked:
+            self._is_masked = True
+            self._write(_SEEN, *_mask(seen), *_mask(visible), *_mask(bias))
+            self._is_masked = is_masked
+        factors, matrix = _NO_FACTORS if factors is None else factors, _NO_MATRIX if matrix is None else matrix
+        kernel(team_of_kernels().address, self.address, keys, values, packed_keys, packed_values, factors, matrix)
+
+
+class Workspace:
+    """
+    Attention of few queries, in calls of one shape, with memory that they use again.
+
+    Attributes:
+        shape: of the calls.
+        out: float32 `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @ values;
+            zeros for a query that sees no token.
+        lse: float32 `[batch, query heads, query_length]`: natural log of the sum of exp(score) over the tokens; minus
+            infinity for a query that sees no token.
+    """
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        batch, num_kv_heads, group, query_length, key_dim, value_dim = shape
+        self.lse = np.zeros((batch, num_kv_heads * group, query_length), np.float32)
+        self.out = np.zeros((*self.lse.shape, value_dim), np.float32)
+        of_sequence, of_head, of_token, _ = self.out.strides
+        self._out = Strided(self.out.ctypes.data, of_sequence, of_head, of_token, is_bfloat16=False)
+        self._lse: int = self.lse.ctypes.data
+        self._heads = batch * num_kv_heads
+        rows = -(-group * query_length // ROWS) * ROWS
+        self._has_many_rows = group * query_length > ROWS
+        inner, of_rows = value_width(key_dim), 4 * self._heads * rows
+        longest, of_blocks = max(inner, BLOCK), 4 * BLOCKS_AT_ONCE * ROWS
+        sizes = {"maxima": of_rows, "sums": of_rows, "partial": of_rows * value_width(value_dim)}
+        sizes |= {"scores": of_blocks * BLOCK, "corrections": of_blocks, "steps": of_blocks, "constants": of_blocks}
+        sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
+        shared = {"operand": of_rows * inner, "rotated": of_rows * inner}
+        self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
+
+    def attend(
+        self,
+        query: Strided,
+        keys: np.ndarray,
+        values: np.ndarray,
+        num_tokens: int,
+        scale: float,
+        visible: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
+        quantized: QuantizedBlocks | None = None,
+        out: Strided | None = None,
+    ) -> None:
+        """
+        Attend to the first `num_tokens` tokens; the result is in `lse`, and in `out` of the workspace.
+
+        Args:
+            query: after rotary embedding.
+            keys: `[blocks, heads, key_dim, 64]`, see `forms.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
+                precision bits).
+            values: `[blocks, heads, 64, padded value_dim]`, of the same type; the padding is zero.
+            num_tokens: at least 1.
+            scale: of the scores.
+            visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token that a query does not see. Any of
+                the first three sizes may be 1, for all.
+            bias: float32, shaped as `visible` may be, added to the scaled scores.
+            quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
+                gap.
+            out: where to write the output instead of `out` of the workspace.
+        """
+        quantized_blocks = 0 if quantized is None else quantized.num_blocks
+        quantized_parts = parts_of(quantized_blocks, self._heads) if quantized_blocks else 0
+        parts = quantized_parts + parts_of(-(-num_tokens // BLOCK) - quantized_blocks, self._heads)
+        self._calls.reserve(parts)
+        self._calls.run(
+            attend_quantized if quantized_parts else attend, query, self._out if out is None else out, self._lse, keys,
+            values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False, quantized, parts,
+            quantized_parts, None, visible, bias,
+        )  # fmt: skip
+
+    def _multiplies_bfloat16(self, query: Strided, keys: np.ndarray) -> bool:
+        """
+        Whether keys are multiplied with a query in bfloat16, both as they are.
+
+        With one tile of rows nothing is gained: the pairs of a key would be put together for it alone.
+        """
+        return (
+            self._has_many_rows
+            and query.is_bfloat16
+            and keys.dtype == np.uint16
+            and self.shape.key_dim % 2 == 0
+            and has_bfloat16_products()
+        )
+
+
+@cache
+def parts_of(blocks: int, heads: int) -> int:
+    """Number of parts for some blocks of all heads. The threads do not count, so the order of sums is fixed."""
+    parts = _FEWEST_PARTS
+    while parts < _MOST_PARTS and 2 * parts * _WORTH_A_PART <= blocks:
+        parts *= 2
+    return min(blocks * heads, parts * -(-blocks // (parts * _PART_BLOCKS)))
+
+
+# Calls of many queries that nobody uses: new memory from the system would take half as long as the attention. If
+# several threads attend at once, each gets its own, and the last that is given back is kept.
+_kept: list[tuple[tuple[Shape, int], _Calls]] = []
+_wanted: bool | None = None
+
+
+def set_prefill_kernel(enabled: bool | None) -> None:
+    """Let many queries attend by this kernel, or not, in the whole process; `None`, the default: if it is faster."""
+    global _wanted
+    _wanted = enabled
+
+
+def uses_prefill_kernel(element: np.dtype) -> bool:
+    """Whether many queries attend to blocks of `element` by this kernel. With AMX torch multiplies bfloat16 faster."""
+    return not (element == np.uint16 and has_amx()) if _wanted is None else _wanted
+
+
+def attend_many(
+    query: Strided,
+    out: Strided,
+    lse: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    num_tokens: int,
+    key_dim: int,
+    value_dim: int,
+    scale: float,
+    seen: np.ndarray,
+    visible: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    quantized: QuantizedBlocks | None = None,
+) -> None:
+    """
+    Attend to the first `num_tokens` tokens with any number of queries.
+
+    Args:
+        query: bfloat16 if keys are, float32 otherwise.
+        out: written, `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @ values;
+            zeros for a query that sees no token.
+        lse: written, float32 `[batch, query heads, query_length]`: natural log of the sum of exp(score); minus infinity
+            for a query that sees no token.
+        keys: `[blocks, batch * num_kv_heads, key_dim, 64]`, see `forms.blocks`; float32, uint16 (bfloat16 bits) or
+            int16 (half precision bits).
+        values: `[blocks, batch * num_kv_heads, 64, padded value_dim]`, of the same type.
+        num_tokens: at least 1.
+        key_dim: width of a key.
+        value_dim: width of a value.
+        scale: of the scores.
+        seen: int64 `[batch, query heads, query_length, 2]`: the first token that a query sees, and the one after the
+            last. Any of the first three sizes may be 1, for all.
+        visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token in the range of `seen` that a query
+            does not see. Any of the first three sizes may be 1, for all.
+        bias: float32, shaped as `visible` may be, added to the scaled scores.
+        quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
+            gap.
+    """
+    batch, query_heads, query_length = lse.shape
+    heads, threads = keys.shape[1], team_of_kernels().threads
+    group = query_heads * batch // heads
+    rows = group * query_length
+    # Whole tiles. The result of a row does not depend on the size of a part.
+    wanted = -(-rows * heads // (_PARTS_OF_A_THREAD * threads))
+    rows_at_once = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-wanted // 16) * 16))
+    shape = Shape(batch, heads // batch, group, query_length, key_dim, value_dim)
+    calls = _calls_of_many(shape, rows_at_once)
+    calls.reserve(threads)
+    is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
+    calls.run(
+        attend_prefill, query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed,
+        quantized, -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
+    )  # fmt: skip
+    _kept[:] = [((shape, rows_at_once), calls)]
+
+
+def _calls_of_many(shape: Shape, rows_at_once: int) -> _Calls:
+    """Take the calls that are kept, or make them."""
+    with contextlib.suppress(IndexError):
+        kept, calls = _kept.pop()
+        if kept == (shape, rows_at_once):
+            return calls
+    inner, width = value_width(shape.key_dim), value_width(shape.value_dim)
+    side = {"maxima": 4 * rows_at_once, "sums": 4 * rows_at_once, "partial": 4 * rows_at_once * width}
+    side_bytes = _laid_out(side)[1]
+    sizes = side | {"other side": side_bytes, "scores": 4 * ROWS * BLOCK, "corrections": 4 * ROWS}
+    sizes |= {"operand": 4 * rows_at_once * inner, "rotated": 4 * rows_at_once * inner, "ranges": 16 * rows_at_once}
+    sizes |= {"key_operand": 4 * inner * BLOCK, "value_operand": 4 * BLOCK * width}
+    return _Calls(shape, rows_at_once, sizes, {}, {"side_bytes": side_bytes})
+
+
+def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Offsets of arrays, each from the start of a cache line on, and the bytes of all."""
+    offsets, end = {}, 0
+    for name, num_bytes in sizes.items():
+        offsets[name] = end
+        end += -(-num_bytes // CACHE_LINE) * CACHE_LINE
+    return offsets, end
+
+
+def _aligned_zeros(num_bytes: int) -> np.ndarray:
+    """Zeros from the start of a cache line on. A vector across two lines takes twice as long to load and to store."""
+    memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + num_bytes]
+
+
+@cache
+def _form(layout: PackedLayout, is_integer: bool, byte: int) -> Form:
+    """The form of packed blocks; `byte` is the largest integer of 8 bits that folded numbers are rounded to."""
+    limit, scales = 0, 4 * layout.words * layout.lanes
+    if is_integer and layout.bits <= MOST_BITS_OF_QUADS:
+        limit = byte
+    elif is_integer:  # sums of products with codes fit 32 bits
+        limit = min(32767, (2**31 - 1) // ((2**layout.bits - 1) * layout.inner))
+    return Form(
+        block_bytes=layout.num_bytes,
+        bits=layout.bits,
+        limit=limit,
+        inner=layout.inner,
+        lanes=layout.lanes,
+        group=layout.group,
+        groups=layout.groups,
+        scales=scales,
+        minima=layout.groups * layout.inner * 2,
+        rotation=layout.rotation,
+    )
+
+
+def _mask(array: np.ndarray | None) -> tuple[int, int, int, int]:
+    """The address of a mask and its strides, see `AttentionCall`; its last axis is contiguous."""
+    if array is None:
+        return 0, 0, 0, 0
+    assert array.strides[3] == array.itemsize or array.shape[3] == 1
+    sequence, head, token = (
+        0 if size == 1 else stride for size, stride in zip(array.shape[:3], array.strides[:3], strict=True)
+    )
+    return array.ctypes.data, sequence, head, token

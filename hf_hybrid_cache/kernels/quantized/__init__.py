@@ -1,1 +1,0 @@
-"""Quantized blocks: their layout, quantization, and products with their integers."""

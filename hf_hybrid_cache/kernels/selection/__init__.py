@@ -1,1 +1,0 @@
-"""Attention to some pages of a context: the index of keys, top-p page selection, the residual estimate."""
