@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from ..kernels import BITS, CHUNK, PackedLayout, dequantize_blocks, quantize_blocks
+from ..kernels import BITS, LANES, PackedLayout, dequantize_blocks, quantize_blocks
 from ..scalars import as_integer
 from ..storage import GRANULE, Codec, KVCodec, kernel_array
 from .channel_scaling import ChannelScaling, factors_for_keys, rotation_matrix_for_values
@@ -211,8 +211,8 @@ def minmax(
     if len(pair) != 2 or any(each not in BITS for each in pair):
         raise ValueError(f"bits must be 8, 4 or 2, or a pair of these for keys and values, got {bits!r}.")
     size = as_integer(group_size)
-    if size is None or size <= 0 or size % CHUNK:
-        raise ValueError(f"group_size must be a positive multiple of {CHUNK}, got {group_size!r}.")
+    if size is None or size <= 0 or size % LANES:
+        raise ValueError(f"group_size must be a positive multiple of {LANES}, got {group_size!r}.")
     if not isinstance(rotate, bool) and rotate != "auto":
         raise ValueError(f"rotate must be 'auto', True or False, got {rotate!r}.")
     is_fitted = rotate != "auto"

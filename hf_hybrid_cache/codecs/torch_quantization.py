@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..kernels import BLOCK, CHUNK, NOT_FINITE, PackedLayout
+from ..kernels import BLOCK, LANES, NOT_FINITE, PackedLayout
 
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = 0x7F800000, 0x10000, -0x10000
 _SMALLEST_NORMAL = 2.0**-126
@@ -52,7 +52,7 @@ def quantize_by_torch(states: torch.Tensor, layout: PackedLayout, share: float =
             numbers[..., 1, group, :inner] = minimum.squeeze(-1).bfloat16()
     in_byte = 8 // layout.bits
     # Index 16 c + 8 h + p: c and p count pairs, h is the half of the word; a byte of a half holds `in_byte` codes.
-    halves = codes.unflatten(3, (-1, 2, CHUNK // 2)).transpose(4, 5).flatten(3, 4)
+    halves = codes.unflatten(3, (-1, 2, LANES // 2)).transpose(4, 5).flatten(3, 4)
     bytes_of = halves.unflatten(3, (-1, 2, in_byte))
     words = bytes_of[..., 0, :, :]
     for index in range(1, in_byte):
@@ -66,7 +66,7 @@ def dequantize_by_torch(packed: torch.Tensor, layout: PackedLayout) -> torch.Ten
     in_byte, size = 8 // layout.bits, 4 * layout.words * layout.lanes
     words = packed[..., :size].unflatten(3, (layout.words, layout.lanes, 2, 2)).permute(0, 1, 2, 3, 6, 5, 4)
     codes = torch.stack([(words >> (index * layout.bits)) & (2**layout.bits - 1) for index in range(in_byte)], dim=5)
-    codes = codes.flatten(3, 5).unflatten(3, (-1, CHUNK // 2)).transpose(4, 5).flatten(3, 5)
+    codes = codes.flatten(3, 5).unflatten(3, (-1, LANES // 2)).transpose(4, 5).flatten(3, 5)
     numbers = packed[..., size:].contiguous().view(torch.bfloat16).float()
     numbers = numbers.unflatten(3, (2, layout.groups, layout.inner)).repeat_interleave(layout.group, dim=4)
     scale, minimum = numbers[..., : layout.lanes, :].transpose(4, 5).unbind(3)

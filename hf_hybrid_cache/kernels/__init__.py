@@ -15,7 +15,6 @@ from .compilation import (
     compile_quantized_weights_in_background,
 )
 from .forms.blocks import (
-    CHUNK,
     NOT_FINITE,
     PackedLayout,
     dequantize_blocks,
@@ -35,7 +34,7 @@ from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
 from .vector.processor import has_gemm
 from .vector.threads import get_num_threads, set_num_threads
-from .vector.vector_ir import BLOCK, CACHE_LINE
+from .vector.vector_ir import BLOCK, CACHE_LINE, LANES
 from .weights.experts import ExpertCall, add_up_experts
 from .weights.gemm import multiply_many, uses_gemm
 from .weights.products import Products
@@ -44,7 +43,7 @@ __all__ = [
     "BITS",
     "BLOCK",
     "CACHE_LINE",
-    "CHUNK",
+    "LANES",
     "NOT_FINITE",
     "PANEL_ROWS",
     "WEIGHT_BITS",

@@ -75,7 +75,7 @@ def check(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 64 * BLOCK + 1, 20_000])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_lengths_straddle_blocks_and_segments(storage: str, group: int, tokens: int):
+def test_lengths_straddle_blocks_and_parts(storage: str, group: int, tokens: int):
     check(*make(storage, tokens, num_kv_heads=2, group=group), scale=0.125)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined
 from ..vector.intrinsics import call_at
+from ..vector.numbers_at import floats_at
 from ..vector.parallel import split_work
 from ..vector.tiles import ROWS, score, score_bfloat16, softmax_tile, weigh
 from ..vector.vector_ir import BLOCK
@@ -20,7 +21,6 @@ from .attention_call import (
     Scratch,
     argument_types,
     factor_of,
-    floats_at,
     mask_tile,
     merge_rows,
     reset_rows,

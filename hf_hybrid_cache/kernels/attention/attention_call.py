@@ -8,8 +8,16 @@ import numpy as np
 from numba import float32, int64, uint8
 
 from ..vector.compiled import jit_function, jit_inlined
-from ..vector.intrinsics import call_at, pointer
-from ..vector.numbers_at import Numbers, load_numbers, store_numbers
+from ..vector.intrinsics import call_at
+from ..vector.numbers_at import (
+    Numbers,
+    array_at,
+    as_double,
+    floats_at,
+    integers_at,
+    load_numbers,
+    store_numbers,
+)
 from ..vector.rotation import rotate, rotate_back
 from ..vector.tiles import ROWS
 from ..vector.vector_ir import BLOCK, LOG2_E
@@ -131,7 +139,7 @@ CALL_BYTES = VALUES + 8 * len(Form._fields)
 @jit_inlined
 def take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
     """Write the addresses of a kernel's arrays to its call; NumPy takes longer to tell them than all else in Python."""
-    numbers = numba.carray(pointer(address, np.int64(0)), (8,))
+    numbers = integers_at(address, 8)
     numbers[0], numbers[1] = keys.ctypes.data, values.ctypes.data
     numbers[2], numbers[3] = keys.strides[1], values.strides[1]
     numbers[4], numbers[5] = packed_keys.ctypes.data, packed_values.ctypes.data
@@ -146,14 +154,9 @@ def argument_types(element: np.dtype) -> tuple[Any, ...]:
 
 
 @jit_inlined
-def floats_at(address, count):
-    return numba.carray(pointer(address, numba.float32(0)), (count,))
-
-
-@jit_inlined
 def factor_of(address):
     """The factor of the scores, in the exponent of 2."""
-    return numba.float32(np.int64(call_at(address, AttentionCall).factor).view(np.float64))
+    return numba.float32(as_double(call_at(address, AttentionCall).factor))
 
 
 @jit_inlined
@@ -204,8 +207,8 @@ def take_rows(head, first, count, operand, rotated, address):
 @jit_function
 def _copy_halves(source, count, target, filled):
     """Copy numbers of 16 bits, with zeros after them."""
-    given = numba.carray(pointer(source, np.uint16(0)), (count,))
-    copied = numba.carray(pointer(target, np.uint16(0)), (filled,))
+    given = array_at(source, count, np.uint16(0))
+    copied = array_at(target, filled, np.uint16(0))
     for index in range(count):
         copied[index] = given[index]
     for index in range(count, filled):
@@ -252,7 +255,7 @@ def mask_tile(head, first, start, ranges, scores, factor, address):
         numbers = floats_at(scores + tile_row * BLOCK * 4, BLOCK)
         begin, end = 0, tokens
         if ranges:
-            seen = numba.carray(pointer(ranges + tile_row * 16, np.int64(0)), (2,))
+            seen = integers_at(ranges + tile_row * 16, 2)
             begin = min(max(seen[0] - start, 0), tokens)
             end = min(max(seen[1] - start, begin), tokens)
         for token in range(tokens):
@@ -265,7 +268,7 @@ def mask_tile(head, first, start, ranges, scores, factor, address):
                 numbers[token] = biased if bias[token] == -np.inf else max(biased, _LOWEST)
         if call.visible:
             row = call.visible + sequence * call.visible_of_sequence + query_head * call.visible_of_head
-            visible = numba.carray(pointer(row + index * call.visible_of_token + start, np.uint8(0)), (tokens,))
+            visible = array_at(row + index * call.visible_of_token + start, tokens, np.uint8(0))
             for token in range(begin, end):
                 if visible[token] == 0:
                     numbers[token] += -np.inf

@@ -5,15 +5,12 @@ An operand is float32, or pairs of bfloat16 if the processor multiplies those (`
 hundreds of rows.
 """
 
-import numba
 import numpy as np
 
 from ..forms.blocks import in_words
 from ..vector.compiled import jit_function
-from ..vector.intrinsics import is_packed, pointer, widen
-from ..vector.numbers_at import as_number, rounded_to_upper_half
-
-_UPPER_HALF = np.uint32(0xFFFF0000)
+from ..vector.intrinsics import is_packed, widen
+from ..vector.numbers_at import array_at, bfloat16_at, floats_at, rounded_to_upper_half
 
 
 @jit_function
@@ -27,7 +24,7 @@ def unpacked_or_packed(element, source, rows, columns, filled_rows, target):
         _pack(source, rows, columns, filled_rows, target)
         return
     widen(element, source, rows * columns, target)
-    rest = numba.carray(pointer(target + rows * columns * 4, numba.float32(0)), ((filled_rows - rows) * columns,))
+    rest = floats_at(target + rows * columns * 4, (filled_rows - rows) * columns)
     for index in range(rest.size):
         rest[index] = 0
 
@@ -35,9 +32,9 @@ def unpacked_or_packed(element, source, rows, columns, filled_rows, target):
 @jit_function
 def _pack(source, rows, columns, filled_rows, target):
     for row in range(0, filled_rows, 2):
-        first = numba.carray(pointer(source + row * columns * 2, numba.uint16(0)), (columns,))
-        second = numba.carray(pointer(source + (row + 1) * columns * 2, numba.uint16(0)), (columns,))
-        pairs = numba.carray(pointer(target + row * columns * 2, numba.uint32(0)), (columns,))
+        first = array_at(source + row * columns * 2, columns, np.uint16(0))
+        second = array_at(source + (row + 1) * columns * 2, columns, np.uint16(0))
+        pairs = array_at(target + row * columns * 2, columns, np.uint32(0))
         if row + 1 < rows:
             for column in range(columns):
                 pairs[column] = np.uint32(first[column]) | np.uint32(np.uint32(second[column]) << np.uint32(16))
@@ -66,10 +63,10 @@ def dequantized(element, packed_block, form, target):
             first = _codes(packed_block, index, bits, lanes, start)
             second = _codes(packed_block, index + 1, bits, lanes, start)
             parts = (
-                _bfloat16(scales + at),
-                _bfloat16(minima + at),
-                _bfloat16(scales + at + 2),
-                _bfloat16(minima + at + 2),
+                bfloat16_at(scales + at),
+                bfloat16_at(minima + at),
+                bfloat16_at(scales + at + 2),
+                bfloat16_at(minima + at + 2),
             )
             if is_packed(element):
                 _dequantize_pairs(first, second, bits, size, parts, target + (index // 2 * lanes + start) * 4)
@@ -87,15 +84,9 @@ def _codes(packed_block, index, bits, lanes, start):
 
 
 @jit_function
-def _bfloat16(address):
-    return as_number(np.uint32(np.uint32(numba.carray(pointer(address, numba.uint16(0)), (1,))[0]) << np.uint32(16)))
-
-
-@jit_function
 def _dequantize(codes, bits, size, scale, minimum, target):
     address, position = codes
-    words = numba.carray(pointer(address, numba.uint32(0)), (size,))
-    numbers = numba.carray(pointer(target, numba.float32(0)), (size,))
+    words, numbers = array_at(address, size, np.uint32(0)), floats_at(target, size)
     mask = np.uint32((1 << bits) - 1)
     for lane in range(size):
         code = np.uint32(words[lane] >> position) & mask
@@ -106,14 +97,16 @@ def _dequantize(codes, bits, size, scale, minimum, target):
 def _dequantize_pairs(first, second, bits, size, parts, target):
     (first_address, first_position), (second_address, second_position) = first, second
     first_scale, first_minimum, second_scale, second_minimum = parts
-    first_words = numba.carray(pointer(first_address, numba.uint32(0)), (size,))
-    second_words = numba.carray(pointer(second_address, numba.uint32(0)), (size,))
-    pairs = numba.carray(pointer(target, numba.uint32(0)), (size,))
+    first_words, second_words = (
+        array_at(first_address, size, np.uint32(0)),
+        array_at(second_address, size, np.uint32(0)),
+    )
+    pairs = array_at(target, size, np.uint32(0))
     mask = np.uint32((1 << bits) - 1)
     for lane in range(size):
         first_code = np.uint32(first_words[lane] >> first_position) & mask
         second_code = np.uint32(second_words[lane] >> second_position) & mask
         a = np.float32(first_minimum + first_scale * np.float32(np.int32(first_code))).view(np.uint32)
         b = np.float32(second_minimum + second_scale * np.float32(np.int32(second_code))).view(np.uint32)
-        upper = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) & _UPPER_HALF
+        upper = np.uint32(np.uint32(rounded_to_upper_half(b)) << np.uint32(16))
         pairs[lane] = np.uint32(rounded_to_upper_half(a)) | upper

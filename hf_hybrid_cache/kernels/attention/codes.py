@@ -10,7 +10,8 @@ import numpy as np
 
 from ..vector.code_tiles import MOST_BITS_OF_QUADS, score_codes, weigh_codes
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined
-from ..vector.intrinsics import call_at, pointer, prefetch_lines
+from ..vector.intrinsics import call_at, prefetch_lines
+from ..vector.numbers_at import integers_at
 from ..vector.parallel import split_work
 from ..vector.tiles import ROWS, softmax_codes
 from ..vector.vector_ir import BLOCK, CACHE_LINE
@@ -96,7 +97,7 @@ def _place_blocks(first, count, last, memory, address):
 @jit_inlined
 def _blocks(memory, address):
     scratch = call_at(address + SCRATCH, Scratch)
-    return numba.carray(pointer(scratch.blocks + memory, np.int64(0)), (BLOCKS_AT_ONCE, _NUMBERS))
+    return integers_at(scratch.blocks + memory, (BLOCKS_AT_ONCE, _NUMBERS))
 
 
 @jit_function

@@ -10,7 +10,8 @@ import numba
 import numpy as np
 
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined
-from ..vector.intrinsics import call_at, is_float32, is_packed, pointer
+from ..vector.intrinsics import call_at, is_float32, is_packed
+from ..vector.numbers_at import integers_at
 from ..vector.parallel import split_work_to
 from ..vector.tiles import (
     ROWS,
@@ -83,8 +84,8 @@ def _take_ranges(head, first, count, ranges, address):
     for row in range(count):
         sequence, query_head, index = place_of(head, first + row, address)
         place = call.seen + sequence * call.seen_of_sequence + query_head * call.seen_of_head
-        seen = numba.carray(pointer(place + index * call.seen_of_token, np.int64(0)), (2,))
-        written = numba.carray(pointer(ranges + row * 16, np.int64(0)), (2,))
+        seen = integers_at(place + index * call.seen_of_token, 2)
+        written = integers_at(ranges + row * 16, 2)
         written[0], written[1] = seen[0], seen[1]
         begin, end = min(begin, seen[0]), max(end, seen[1])
     return begin, end
@@ -150,7 +151,7 @@ def _operands(element, block, head, tokens, memory, address):
 @jit_inlined
 def _borders(ranges):
     """The earliest and the latest start, the earliest and the latest end of the ranges that four rows see."""
-    seen = numba.carray(pointer(ranges, np.int64(0)), (ROWS, 2))
+    seen = integers_at(ranges, (ROWS, 2))
     earliest_start, earliest_end = latest_start, latest_end = seen[0, 0], seen[0, 1]
     for row in range(1, ROWS):
         earliest_start, latest_start = min(earliest_start, seen[row, 0]), max(latest_start, seen[row, 0])

@@ -24,17 +24,25 @@ better to cover less than the whole range.
 from functools import cache
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from ..vector.compiled import Kernel, Needed, jit, jit_finite, jit_function, taking_numbers
 from ..vector.intrinsics import call_at, transpose
-from ..vector.numbers_at import Numbers, array_at, as_number, bfloat16_at, load_numbers, store_numbers
+from ..vector.numbers_at import (
+    Numbers,
+    array_at,
+    as_double,
+    as_number,
+    bfloat16_at,
+    floats_at,
+    integers_at,
+    load_numbers,
+    store_numbers,
+)
 from ..vector.parallel import split_work, team_of_kernels
 from ..vector.rotation import rotate, rotation_size
-from ..vector.vector_ir import BLOCK
+from ..vector.vector_ir import BLOCK, LANES
 
-CHUNK = 16
 NOT_FINITE = "infinite, not a number, or so large that sums of them are infinite"
 
 _SMALLEST_NORMAL, _LARGEST = np.float32(2.0**-126), np.finfo(np.float32).max
@@ -94,7 +102,7 @@ class PackedLayout(NamedTuple):
 
 def value_width(value_dim: int) -> int:
     """Numbers in a stored row of values: `value_dim`, padded to whole vectors of sixteen."""
-    return -(-value_dim // CHUNK) * CHUNK
+    return -(-value_dim // LANES) * LANES
 
 
 class Coding(NamedTuple):
@@ -257,7 +265,7 @@ def _state_of(part, call):
     block, head = divmod(part, call.heads)
     sequence, kv_head = divmod(head, call.num_kv_heads)
     offset = sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
-    return call.states + offset, array_at(call.factors + kv_head * call.dim * 4, call.dim, np.float32(0))
+    return call.states + offset, floats_at(call.factors + kv_head * call.dim * 4, call.dim)
 
 
 @jit_function
@@ -273,11 +281,11 @@ def _quantize_block(part, address):
     """Quantize one block of one head."""
     call = call_at(address, Coding)
     bits, inner, lanes = call.bits, call.inner, call.lanes
-    levels, share = np.float32((1 << bits) - 1), np.int64(call.share).view(np.float64)
+    levels, share = np.float32((1 << bits) - 1), as_double(call.share)
     width, filled_inner, filled_lanes = lanes, BLOCK, call.dim
     tile = np.empty(inner * lanes, np.float32)
     if not _load_rotated(part, tile, call):
-        array_at(call.failure, 1, numba.int64(0))[0] = 1
+        integers_at(call.failure, 1)[0] = 1
     if call.transposed:
         tile, width, filled_inner, filled_lanes = _transposed(tile, BLOCK, inner), BLOCK, call.dim, BLOCK
     words, scales, minima = _packed_of(part, call)
@@ -288,7 +296,7 @@ def _quantize_block(part, address):
             scales_of_group = array_at(scales + group * inner * 2, inner, np.uint16(0))
             minima_of_group = array_at(minima + group * inner * 2, inner, np.uint16(0))
             for index in range(filled_inner):
-                numbers = array_at(tile.ctypes.data + (index * width + start) * 4, end - start, np.float32(0))
+                numbers = floats_at(tile.ctypes.data + (index * width + start) * 4, end - start)
                 least, most = extremes(numbers)
                 scale, minimum = scale_and_minimum(least, most, share, levels)
                 scales_of_group[index], minima_of_group[index] = scale >> np.uint32(16), minimum >> np.uint32(16)
@@ -303,7 +311,7 @@ def _load_rotated(part, tile, call):
     state, factors = _state_of(part, call)
     dim, width, worst = call.dim, tile.size // BLOCK, np.uint32(0)
     for token in range(BLOCK):
-        row = array_at(tile.ctypes.data + token * width * 4, width, np.float32(0))
+        row = floats_at(tile.ctypes.data + token * width * 4, width)
         load_numbers(Numbers(state + token * call.token_stride, call.is_bfloat16 != 0), 0, dim, row)
         for d in range(dim):
             number = row[d] * factors[d]
@@ -402,7 +410,7 @@ def _dequantize_block(part, address):
     for index in range(filled_inner):
         word, position = in_words(index, bits)
         words = array_at(first_word + word * lanes * 4, lanes, np.uint32(0))
-        row = array_at(tile.ctypes.data + index * lanes * 4, lanes, np.float32(0))
+        row = floats_at(tile.ctypes.data + index * lanes * 4, lanes)
         for group in range(call.groups):
             offset = (group * inner + index) * 2
             scale, minimum = bfloat16_at(first_scale + offset), bfloat16_at(first_minimum + offset)
@@ -413,7 +421,7 @@ def _dequantize_block(part, address):
         tile, width = _transposed(tile, inner, BLOCK), inner
     state, factors = _state_of(part, call)
     for token in range(BLOCK):
-        row = array_at(tile.ctypes.data + token * width * 4, width, np.float32(0))
+        row = floats_at(tile.ctypes.data + token * width * 4, width)
         rotate(row.ctypes.data, dim, call.rotation)
         for d in range(dim):
             row[d] *= factors[d]

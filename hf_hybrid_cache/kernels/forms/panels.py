@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -27,8 +26,8 @@ from numba.extending import intrinsic
 from ..vector import vector_ir as vec
 from ..vector.code_tiles import codes_in
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
-from ..vector.intrinsics import call_at, nearest, pointer
-from ..vector.numbers_at import Numbers, as_number, load_numbers, store_numbers
+from ..vector.intrinsics import call_at, nearest
+from ..vector.numbers_at import Numbers, array_at, as_double, as_number, load_numbers, store_numbers
 from ..vector.parallel import split_work, team_of_kernels
 from ..vector.vector_ir import CACHE_LINE, FLOATS, INT64, INTS, LANES, load_vectors, transposed
 from .blocks import extremes, put_codes
@@ -178,7 +177,7 @@ def _lines(call, panel):
     """A panel as uint32 `[groups, 1 + words of a group, LANES]`."""
     groups, lines = (call.columns + call.group - 1) // call.group, 1 + call.group * call.bits // 32
     at = call.panels + panel * groups * lines * CACHE_LINE
-    return numba.carray(pointer(at, np.uint32(0)), (groups, lines, LANES))
+    return array_at(at, (groups, lines, LANES), np.uint32(0))
 
 
 @jit_function
@@ -186,7 +185,7 @@ def _encode_panel(panel, at):
     """Quantize the rows of a panel."""
     call = call_at(at, Coding)
     lines, group = _lines(call, panel), call.group
-    levels, scaling = np.float32((1 << call.bits) - 1), np.float32(1 / np.int64(call.factor).view(np.float64))
+    levels, scaling = np.float32((1 << call.bits) - 1), np.float32(1 / as_double(call.factor))
     codes, loaded = np.empty(group, np.uint32), np.empty(group, np.float32)
     first = panel * LANES
     lines[:] = 0
@@ -256,7 +255,7 @@ def _half(bits):
 def _decode_panel(panel, at):
     """Dequantize the rows of a panel."""
     call = call_at(at, Coding)
-    lines, factor = _lines(call, panel), np.float32(np.int64(call.factor).view(np.float64))
+    lines, factor = _lines(call, panel), np.float32(as_double(call.factor))
     is_bfloat16, item = call.is_bfloat16 != 0, 2 if call.is_bfloat16 else 4
     height, out = min(LANES, call.rows - panel * LANES), call.numbers + panel * LANES * call.row_bytes
     last = np.empty((LANES, STRIP), np.float32)

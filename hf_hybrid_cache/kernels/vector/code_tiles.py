@@ -131,7 +131,7 @@ def score_codes(
     """
     Write to the columns from `first` to `end` of `scores` the product of a folded query with the codes of keys.
 
-    bits: of a code; is_integer: whether `operand` has integers, see `round_rows`; operand: address of rows of `inner`
+    bits: of a code; is_integer: whether `operand` has integers, see `folding`; operand: address of rows of `inner`
     numbers; words: address of the words of packed keys, in rows of `BLOCK`; steps, constants: addresses of float32
     `[ROWS]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address to prefetch, as many bytes as are read.
     """

@@ -57,19 +57,10 @@ def jit(function: Callable[..., Any]) -> Kernel:
     return Kernel(function, targetoptions=options)
 
 
-def taking_numbers(kernel: Kernel, **others: Any) -> tuple[Any, ...]:
-    """
-    The types of a kernel's arguments: booleans where a name begins with `is_` or `has_`, other numbers are integers.
-
-    Args:
-        kernel: takes numbers.
-        others: types of arguments, by name, that differ.
-    """
-
-    def type_of(name: str) -> Any:
-        return others.get(name, numba.boolean if name.startswith(("is_", "has_")) else numba.int64)
-
-    return tuple(map(type_of, signature(kernel.py_func).parameters))
+def taking_numbers(kernel: Kernel) -> tuple[Any, ...]:
+    """The types of a kernel's arguments: booleans where a name begins with `is_`, other numbers are integers."""
+    names = signature(kernel.py_func).parameters
+    return tuple(numba.boolean if name.startswith("is_") else numba.int64 for name in names)
 
 
 _njit: Callable[..., Any] = numba.njit

@@ -115,7 +115,6 @@ def _constant(tell: Callable[[Any], bool], said: str) -> Any:
 
 
 is_float32 = _constant(lambda element: element == types.float32, "Whether elements are float32.")
-is_bfloat16 = _constant(lambda element: element == types.uint16, "Whether elements are bfloat16.")
 is_packed = _constant(
     lambda element: element == types.uint16 and has_bfloat16_products(),
     "Whether blocks of such elements are packed in pairs.",

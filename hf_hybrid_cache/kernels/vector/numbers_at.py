@@ -22,9 +22,19 @@ class Numbers(NamedTuple):
 
 
 @jit_inlined
-def array_at(address, count, one):
+def array_at(address, shape, one):
     """An array of numbers of the type of `one`. A slice of an array would be counted, by atomic instructions."""
-    return numba.carray(pointer(address, one), (count,))
+    return numba.carray(pointer(address, one), shape)
+
+
+@jit_inlined
+def floats_at(address, shape):
+    return array_at(address, shape, np.float32(0))
+
+
+@jit_inlined
+def integers_at(address, shape):
+    return array_at(address, shape, np.int64(0))
 
 
 @jit_function
@@ -37,6 +47,12 @@ def keep(array):
 def as_number(bits):
     """The float32 that has these bits."""
     return np.uint32(bits).view(np.float32)
+
+
+@jit_function
+def as_double(bits):
+    """The float64 that a call holds as these bits."""
+    return np.int64(bits).view(np.float64)
 
 
 @jit_function
@@ -66,7 +82,7 @@ def load_numbers(numbers, first, count, out):
         for index in range(count):
             out[index] = as_number(np.uint32(halves[index]) << np.uint32(16))
     else:
-        singles = array_at(address, count, np.float32(0))
+        singles = floats_at(address, count)
         for index in range(count):
             out[index] = singles[index]
 
@@ -83,7 +99,7 @@ def store_numbers(given, numbers, first, count):
             is_number = given[index] == given[index]
             halves[index] = rounded_to_upper_half(bits) if is_number else (bits | np.uint32(0x400000)) >> np.uint32(16)
     else:
-        singles = array_at(address, count, np.float32(0))
+        singles = floats_at(address, count)
         for index in range(count):
             singles[index] = given[index]
 

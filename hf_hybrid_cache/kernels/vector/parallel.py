@@ -119,79 +119,113 @@ def split_work_to(typing_context: Any, team: Any, parts: Any, work: Any, call: A
 def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -> Any:
     numbers = (types.intp,) * (1 + tells_thread)
     taken = typing_context.resolve_function_type(work, (*numbers, call), {})
-    pointer = INT8.as_pointer()
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         team, parts, _, call = arguments
-        places = [builder.add(team, INT64(8 * index)) for index in range(6)]
-        parallel, woken, threads, clock, alone_until, times = (vec.load(builder, place, INT64) for place in places)
-        # Number of threads that have begun, of parts that were taken; when the first began, and when one found no part.
-        shared_type = ir.LiteralStructType([INT64] * 7 + [call.type])
-        shared = cgutils.alloca_once(builder, shared_type)
-
-        def member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
-            return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
-
-        zero = INT64(0)
-        for index, value in enumerate((zero, zero, zero, zero, threads, parts, clock, call)):
-            builder.store(value, member(builder, shared, index))
-
-        name = builder.module.get_unique_name("share_of_one_thread")
-        body = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
-        body.linkage = "internal"
-        blocks = ("entry", "begin", "take", "do", "end", "leave")
-        entry, begin, take, do, end, leave = (body.append_basic_block(block) for block in blocks)
-        inner = ir.IRBuilder(entry)
-        seen = inner.bitcast(body.args[0], shared_type.as_pointer())
-        worker = inner.atomic_rmw("add", member(inner, seen, 0), INT64(1), "monotonic")
-        inner.cbranch(inner.icmp_signed("<", worker, inner.load(member(inner, seen, 4))), begin, leave)
-        inner.position_at_end(begin)
-        its_clock = inner.load(member(inner, seen, 6))
-        _note_first(inner, member(inner, seen, 2), its_clock)
-        inner.branch(take)
-        inner.position_at_end(take)
-        part = inner.atomic_rmw("add", member(inner, seen, 1), INT64(1), "monotonic")
-        inner.cbranch(inner.icmp_signed("<", part, inner.load(member(inner, seen, 5))), do, end)
-        inner.position_at_end(do)
+        memory = _Memory(builder, team)
+        members = INT64(0), INT64(0), INT64(0), INT64(0), memory.threads, parts, memory.clock, call
+        shared = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in members]))
+        for index, value in enumerate(members):
+            builder.store(value, _member(builder, shared, index))
         compiled = work.dispatcher.get_compile_result(taken)
         context.active_code_library.add_linking_library(compiled.library)
-        function = context.declare_function(builder.module, compiled.fndesc)
-        given = [part, *[worker] * tells_thread, inner.load(member(inner, seen, 7))]
-        context.call_conv.call_function(inner, function, taken.return_type, taken.args, given)
-        inner.branch(take)
-        inner.position_at_end(end)
-        _note_first(inner, member(inner, seen, 3), its_clock)
-        inner.branch(leave)
-        inner.position_at_end(leave)
-        inner.ret_void()
 
-        kind = ir.FunctionType(ir.VoidType(), [body.type, pointer, INT32, INT32])
-        run = builder.inttoptr(parallel, kind.as_pointer())
-        data = builder.bitcast(shared, pointer)
-        before = _now(builder, clock)
-        is_alone = builder.or_(*(builder.icmp_signed("<=", number, INT64(1)) for number in (parts, threads)))
-        is_alone = builder.or_(is_alone, builder.icmp_signed("<", before, alone_until))
+        def do_part(builder: ir.IRBuilder, part: ir.Value, thread: ir.Value, call: ir.Value) -> None:
+            function = context.declare_function(builder.module, compiled.fndesc)
+            given = [part, *[thread] * tells_thread, call]
+            context.call_conv.call_function(builder, function, taken.return_type, taken.args, given)
+
+        body = _share_of_one_thread(builder.module, shared.type, do_part)
+        data = builder.bitcast(shared, _ANYTHING)
+        is_alone = builder.or_(*(builder.icmp_signed("<=", number, INT64(1)) for number in (parts, memory.threads)))
         with builder.if_else(is_alone) as (then, otherwise):
             with then:
+                builder.store(INT64(0), _member(builder, shared, _CLOCK_OF_CALL))
                 builder.call(body, [data])
             with otherwise:
-                builder.call(run, [body, data, builder.trunc(woken, INT32), INT32(0)])
-                after = _now(builder, clock)
-                began, idle = (builder.load(member(builder, shared, index)) for index in (2, 3))
-                worked = builder.sub(idle, began)
-                lost = builder.sub(builder.sub(after, before), worked)
-                # Alone this thread would have worked at most so much longer.
-                longer = builder.mul(worked, builder.sub(threads, INT64(1)))
-                is_lost = builder.icmp_signed(">", lost, INT64(_LEAST_LOST))
-                with builder.if_then(builder.and_(is_lost, builder.icmp_signed(">", lost, longer))):
-                    since = builder.sub(before, alone_until)
-                    times = builder.select(builder.icmp_signed(">", since, INT64(_FORGOTTEN)), INT64(1), times)
-                    vec.store(builder, builder.add(after, builder.mul(lost, times)), places[4])
-                    is_most = builder.icmp_signed(">=", times, INT64(_MOST_TIMES_ALONE))
-                    vec.store(builder, builder.select(is_most, times, builder.shl(times, INT64(1))), places[5])
+                before = _now(builder, memory.clock)
+                with builder.if_else(builder.icmp_signed("<", before, memory.alone_until)) as (then, otherwise):
+                    with then:
+                        builder.call(body, [data])
+                    with otherwise:
+                        kind = ir.FunctionType(ir.VoidType(), [body.type, _ANYTHING, INT32, INT32])
+                        run = builder.inttoptr(memory.parallel, kind.as_pointer())
+                        builder.call(run, [body, data, builder.trunc(memory.woken, INT32), INT32(0)])
+                        began, idle = (builder.load(_member(builder, shared, index)) for index in (_BEGAN, _IDLE))
+                        _note_lost(builder, memory, before, builder.sub(idle, began))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.intp, work, call), generate
+
+
+class _Memory:
+    """The memory of a team, as `team_memory` makes it."""
+
+    def __init__(self, builder: ir.IRBuilder, team: ir.Value):
+        self.places = [builder.add(team, INT64(8 * index)) for index in range(6)]
+        numbers = [vec.load(builder, place, INT64) for place in self.places]
+        self.parallel, self.woken, self.threads, self.clock, self.alone_until, self.times = numbers
+
+
+# What the threads of a call share: how many have begun, and how many parts are taken; when the first thread began, and
+# when the first found no part; how many threads take part, and how many parts there are; the clock, 0 for none; the
+# call.
+_BEGUN, _TAKEN, _BEGAN, _IDLE, _THREADS, _PARTS, _CLOCK_OF_CALL, _CALL = range(8)
+_ANYTHING = INT8.as_pointer()
+
+
+def _member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
+    return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
+
+
+def _share_of_one_thread(module: ir.Module, shared_type: ir.Type, do_part: Callable[..., None]) -> ir.Function:
+    """The function that each thread calls: it does parts until none is left."""
+    name = module.get_unique_name("share_of_one_thread")
+    body = ir.Function(module, ir.FunctionType(ir.VoidType(), [_ANYTHING]), name)
+    body.linkage = "internal"
+    entry, begin, take, do, end, leave = map(body.append_basic_block, ("entry", "begin", "take", "do", "end", "leave"))
+    builder = ir.IRBuilder(entry)
+    shared = builder.bitcast(body.args[0], shared_type)
+
+    def counted(index: int) -> ir.Value:
+        return builder.atomic_rmw("add", _member(builder, shared, index), INT64(1), "monotonic")
+
+    def loaded(index: int) -> ir.Value:
+        return builder.load(_member(builder, shared, index))
+
+    thread = counted(_BEGUN)
+    builder.cbranch(builder.icmp_signed("<", thread, loaded(_THREADS)), begin, leave)
+    builder.position_at_end(begin)
+    clock = loaded(_CLOCK_OF_CALL)
+    _note_first(builder, _member(builder, shared, _BEGAN), clock)
+    builder.branch(take)
+    builder.position_at_end(take)
+    part = counted(_TAKEN)
+    builder.cbranch(builder.icmp_signed("<", part, loaded(_PARTS)), do, end)
+    builder.position_at_end(do)
+    do_part(builder, part, thread, loaded(_CALL))
+    builder.branch(take)
+    builder.position_at_end(end)
+    _note_first(builder, _member(builder, shared, _IDLE), clock)
+    builder.branch(leave)
+    builder.position_at_end(leave)
+    builder.ret_void()
+    return body
+
+
+def _note_lost(builder: ir.IRBuilder, memory: _Memory, before: ir.Value, worked: ir.Value) -> None:
+    """Let one thread work alone for a while if a call has lost more than one thread alone would have needed."""
+    after = _now(builder, memory.clock)
+    lost = builder.sub(builder.sub(after, before), worked)
+    # Alone this thread would have worked at most so much longer.
+    longer = builder.mul(worked, builder.sub(memory.threads, INT64(1)))
+    is_lost = builder.icmp_signed(">", lost, INT64(_LEAST_LOST))
+    with builder.if_then(builder.and_(is_lost, builder.icmp_signed(">", lost, longer))):
+        since = builder.sub(before, memory.alone_until)
+        times = builder.select(builder.icmp_signed(">", since, INT64(_FORGOTTEN)), INT64(1), memory.times)
+        vec.store(builder, builder.add(after, builder.mul(lost, times)), memory.places[4])
+        is_most = builder.icmp_signed(">=", times, INT64(_MOST_TIMES_ALONE))
+        vec.store(builder, builder.select(is_most, times, builder.shl(times, INT64(1))), memory.places[5])
 
 
 def _now(builder: ir.IRBuilder, clock: ir.Value) -> ir.Value:
@@ -205,8 +239,9 @@ def _now(builder: ir.IRBuilder, clock: ir.Value) -> ir.Value:
 
 
 def _note_first(builder: ir.IRBuilder, place: ir.Value, clock: ir.Value) -> None:
-    """Write the time to a place, unless another thread has done so."""
-    builder.cmpxchg(place, INT64(0), _now(builder, clock), "monotonic", "monotonic")
+    """Write the time to a place, unless another thread has done so, or there is no clock."""
+    with builder.if_then(builder.icmp_signed("!=", clock, INT64(0))):
+        builder.cmpxchg(place, INT64(0), _now(builder, clock), "monotonic", "monotonic")
 
 
 class Threads(NamedTuple):

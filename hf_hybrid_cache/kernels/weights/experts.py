@@ -11,10 +11,10 @@ import numpy as np
 
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
 from ..vector.intrinsics import call_at
-from ..vector.numbers_at import Numbers, keep, load_numbers
+from ..vector.numbers_at import Numbers, floats_at, keep, load_numbers
 from ..vector.parallel import split_work, team_of_kernels
 from ..vector.vector_ir import LANES
-from .products import Products, Weights, part_of, parts_of_rows, routed, singles_at, write_products
+from .products import Products, Weights, part_of, parts_of_rows, routed, write_products
 
 
 class ExpertCall(NamedTuple):
@@ -110,8 +110,8 @@ def _add_up(part, sums):
     first, last = part_of(part, sums.parts, call.num_pairs // call.choices)
     for token in range(first, last):
         load_numbers(router_weights, token * call.choices, call.choices, factors)
-        results = singles_at(sums.results + token * call.choices * rows * 4, (call.choices, rows))
-        total = singles_at(call.out, (token + 1, rows))[token]
+        results = floats_at(sums.results + token * call.choices * rows * 4, (call.choices, rows))
+        total = floats_at(call.out, (token + 1, rows))[token]
         total[:] = 0
         for choice in range(call.choices):
             for row in range(rows):

@@ -15,11 +15,14 @@ import numpy as np
 
 from ..forms.panels import PanelLayout
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined, taking_numbers
-from ..vector.intrinsics import call_at, pointer
+from ..vector.intrinsics import call_at
 from ..vector.numbers_at import (
     Numbers,
     address_of,
+    array_at,
     clear_numbers,
+    floats_at,
+    integers_at,
     keep,
     load_numbers,
     store_numbers,
@@ -216,7 +219,7 @@ def routed(chosen, num_pairs, num_matrices, only):
         for pair in range(num_pairs):
             pairs[pair] = pair
         return Routing(pairs, np.array([only]), np.array([0, num_pairs]), 0)
-    matrix_of = numba.carray(pointer(chosen, np.int64(0)), num_pairs)
+    matrix_of = integers_at(chosen, num_pairs)
     counts = np.zeros(num_matrices + 1, np.int64)
     wrong = 0
     for pair in range(num_pairs):
@@ -306,16 +309,6 @@ def part_of(part, parts, count):
     return part * count // parts, (part + 1) * count // parts
 
 
-@jit_inlined
-def integers_at(address, count):
-    return numba.carray(pointer(address, np.int64(0)), count)
-
-
-@jit_inlined
-def singles_at(address, shape):
-    return numba.carray(pointer(address, np.float32(0)), shape)
-
-
 @jit_function
 def _take_tokens(part, product):
     """Write the operand of a part of the places."""
@@ -331,7 +324,7 @@ def _take_tokens(part, product):
             address, is_bfloat16 = np.int64(gated.ctypes.data), False
         numbers = Numbers(address, is_bfloat16)
         if weights.kind != PANELS:
-            load_numbers(numbers, 0, columns, singles_at(product.operand, (product.places, columns))[place])
+            load_numbers(numbers, 0, columns, floats_at(product.operand, (product.places, columns))[place])
         else:
             for index in range(weights.groups):
                 whole = whole_group(numbers, index * group, columns - index * group, filled)
@@ -409,7 +402,7 @@ def _multiply_panels(part, product):
 @jit_inlined
 def factor_at(weights, matrix):
     """The factor of a quantized matrix."""
-    return np.float32(numba.carray(pointer(weights.factors, np.float64(0)), matrix + 1)[matrix])
+    return np.float32(array_at(weights.factors, matrix + 1, np.float64(0))[matrix])
 
 
 @jit_inlined
@@ -427,7 +420,7 @@ def store_outputs(outputs, factor, bias, out, token, row, rows):
         store_sixteen(outputs, factor, bias, out.is_bfloat16, address_of(out, target))
     else:
         store_sixteen(outputs, factor, bias, False, outputs)
-        store_numbers(singles_at(outputs, LANES), out, target, rows - row)
+        store_numbers(floats_at(outputs, LANES), out, target, rows - row)
 
 
 @jit_function
@@ -440,7 +433,7 @@ def _multiply_plain(part, product):
     rows, columns, count = weights.rows, weights.columns, end - start
     first, last = part_of(part, product.parts, rows)
     width, stride = last - first, columns * 4
-    operand = singles_at(product.operand + start * stride, (count, columns))
+    operand = floats_at(product.operand + start * stride, (count, columns))
     sums = np.zeros((count, width), np.float32)
     if product.bias.address:
         for index in range(count):
