@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .chat import Answer, AnswerSettings, Chat
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU
+    from .decode_step import FusedDecode, UnknownStepError, fuse_decode
     from .errors import HybridCacheError
     from .files import CacheFileError, saved_token_ids
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
@@ -45,6 +46,7 @@ __all__ = [
     "DecodeOnCPU",
     "DeviceMemoryError",
     "DynamicHybridCache",
+    "FusedDecode",
     "HostMemoryError",
     "HybridCache",
     "HybridCacheError",
@@ -67,10 +69,12 @@ __all__ = [
     "SameLogits",
     "StaleHandleError",
     "StoredPrompt",
+    "UnknownStepError",
     "WeightsReport",
     "__version__",
     "bind_to_node",
     "cache_for_budget",
+    "fuse_decode",
     "get_num_threads",
     "minmax",
     "move_experts_to_host",
@@ -96,6 +100,7 @@ __getattr__ = lazy_names(
         "chat": ("Answer", "AnswerSettings", "Chat"),
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU",),
+        "decode_step": ("FusedDecode", "UnknownStepError", "fuse_decode"),
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement"),

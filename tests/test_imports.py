@@ -126,11 +126,24 @@ ALLOWED = {
     "prefill_chunks": set(),
     "token_ids": {"torch"},
     "weights": {"errors", "graph_breaks", "kernels", "scalars", "storage", "torch", "transformers", "weights"},
+    "decode_step": {
+        "attention",
+        "cache",
+        "cache_argument",
+        "decode_step",
+        "errors",
+        "kernels",
+        "storage",
+        "torch",
+        "transformers",
+        "weights",
+    },
     "decode_phase": {
         "cache",
         "cache_argument",
         "custom_generate",
         "decode_phase",
+        "decode_step",
         "model_identity",
         "scalars",
         "storage",
@@ -164,6 +177,7 @@ ALLOWED = {
         "cache_argument",
         "chat",
         "cli",
+        "decode_step",
         "documents",
         "durable_files",
         "durations",
@@ -192,6 +206,7 @@ INNER = {
         "forms": {"forms", "vector"},
         "attention": {"attention", "forms", "vector"},
         "weights": {"forms", "vector", "weights"},
+        "step": {"attention", "step", "vector", "weights"},
     },
     "storage": {
         "memory": {"memory"},
@@ -254,7 +269,17 @@ def test_inner_package_when_importing_then_imports_only_lower_ones(outer: str, r
 
 @pytest.mark.parametrize(
     "room",
-    ["cache", "decode_phase", "files", "model_identity", "planning", "prefix_store", "storage", "weights"],
+    [
+        "cache",
+        "decode_phase",
+        "decode_step",
+        "files",
+        "model_identity",
+        "planning",
+        "prefix_store",
+        "storage",
+        "weights",
+    ],
 )
 def test_modules_when_importing_then_have_no_cycle(room: str):
     paths = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in modules_of(room)}

@@ -67,7 +67,7 @@ class Bench:
         """
         if row.engine in LIBRARIES:
             return self.library_seconds(row, tokens, self.orders[row.name])
-        model = self.ours.stock if row.engine == "stock" else self.ours.by_bits[row.weight_bits]
+        model = self.ours.of(row)
         ids = torch.randint(5, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
         cache = empty_cache(row, model.config)
         start = time.perf_counter()
@@ -148,7 +148,7 @@ def main() -> None:
     model, _ = load(arguments.model, DTYPE, "cpu")
     theirs = [row for row in rows if row.engine in LIBRARIES]
     files = {bits: gguf_file(arguments.model, bits, model) for bits in sorted({row.weight_bits for row in theirs})}
-    ours = OurModels(model, {row.weight_bits for row in rows if row.engine == "ours"})
+    ours = OurModels(model, rows)
     bench = Bench(ours, files, pythons, arguments.threads, {})
     tried = {row.name: bench.choose_order(row) for row in theirs}
     rows = [row for row in rows if row not in theirs or row.name in bench.orders]

@@ -1,6 +1,6 @@
 """Our rows of `experiments.peers.whole_step`, and transformers' own: models, caches, and steps that time themselves."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -13,36 +13,52 @@ from experiments.common.reading import CacheEngine
 from experiments.common.synthetic import fill
 from experiments.common.timing import seconds_of
 from experiments.experts.random_experts import has_experts, twin_of
-from experiments.peers.step_rows import Row
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, move_experts_to_host, quantize_weights
+from experiments.peers.step_rows import OURS, Row
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    QuantizedHybridCache,
+    fuse_decode,
+    move_experts_to_host,
+    quantize_weights,
+)
 
 DTYPE = torch.bfloat16
 
 
 class OurModels:
     """
-    A model with weights of each width.
+    A model with weights of each width, and with fused steps where a row has them.
+
+    Args:
+        model: transformers' own.
+        rows: to be measured; others than ours are skipped.
 
     Attributes:
         weight_bytes: that a token reads, by bits.
         read_share: of all weights.
     """
 
-    def __init__(self, model: PreTrainedModel, widths: Iterable[int]):
-        self.stock = model
-        self.by_bits = {16: twin_of(model)}
+    def __init__(self, model: PreTrainedModel, rows: Collection[Row]):
+        self._models = {("stock", 16): model, ("ours", 16): twin_of(model)}
         if has_experts(model):
-            move_experts_to_host(self.by_bits[16])
+            move_experts_to_host(self._models["ours", 16])
         self.weight_bytes = {16: weight_bytes(model)}
         self.read_share = self.weight_bytes[16] / sum(weight.nbytes for weight in model.parameters())
-        for bits in sorted({*widths} - {16}):
-            quantized = twin_of(model)
+        widths = {engine: {row.weight_bits for row in rows if row.engine == engine} for engine in OURS}
+        for bits in sorted(set().union(*widths.values()) - {16}):
+            quantized = self._models["ours", bits] = twin_of(model)
             report = quantize_weights(quantized, bits, head_bits=bits)
-            self.by_bits[bits] = quantized
             quantized_shard = report.quantized_bytes / report.original_bytes
             self.weight_bytes[bits] = (
                 report.quantized_bytes + report.other_bytes - unchosen_bytes(model, quantized_shard)
             )
+        for bits in widths["fused"]:
+            fused = self._models["fused", bits] = twin_of(self._models["ours", bits])
+            fuse_decode(fused)
+
+    def of(self, row: Row) -> PreTrainedModel:
+        """Return the model of one of our rows, or of transformers' own."""
+        return self._models[row.engine, row.weight_bits]
 
 
 class OurEngine:
@@ -58,8 +74,7 @@ class OurEngine:
     library = None
 
     def __init__(self, models: OurModels, row: Row, cache: Cache):
-        model = models.stock if row.engine == "stock" else models.by_bits[row.weight_bits]
-        self._engine = CacheEngine(model, cache)
+        self._engine = CacheEngine(models.of(row), cache)
         self._weight_bytes = models.weight_bytes[row.weight_bits]
 
     def step(self, token: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LIBRARIES = ("llama.cpp", "ik_llama.cpp")
+OURS = ("ours", "fused")
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class Row:
     A way to decode.
 
     Attributes:
-        engine: `stock` (transformers' `DynamicCache`), `ours`, or one of `LIBRARIES`.
+        engine: `stock` (transformers' `DynamicCache`), `ours`, `fused` (ours with a step in one call), or one of
+            `LIBRARIES`.
         weight_bits: of the weights.
         kv_bits: of keys and values.
     """
@@ -27,28 +29,29 @@ class Row:
 
     @property
     def holder(self) -> str:
-        """Name the cache of a row: ours with all weights share one for each width of keys and values."""
-        return f"ours KV{self.kv_bits}" if self.engine == "ours" else self.name
+        """Name the cache of a row: those of ours that differ in weights alone share one."""
+        return f"{self.engine} KV{self.kv_bits}" if self.engine in OURS else self.name
 
 
-_OURS = [Row("ours", weights, kv) for weights, kv in ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))]
-_LIBRARY_BITS = ((8, 8), (4, 4), (8, 16), (4, 16))
-ROWS = {
-    row.name: row
-    for row in [
-        Row("stock", 16, 16),
-        *_OURS,
-        *(Row(library, weights, kv) for library in LIBRARIES for weights, kv in _LIBRARY_BITS),
-    ]
+_BITS = {
+    "stock": ((16, 16),),
+    "ours": ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4)),
+    "fused": ((16, 16), (8, 8), (4, 4)),
+    **dict.fromkeys(LIBRARIES, ((8, 8), (4, 4), (8, 16), (4, 16))),
 }
+ROWS = {row.name: row for row in [Row(engine, *each) for engine, bits in _BITS.items() for each in bits]}
 # Ours, and what its seconds are divided by.
 COMPARED = [
     ("ours W8/KV4", "ours W16/KV4"),
     ("ours W4/KV4", "ours W16/KV4"),
-    ("ours W16/KV16", "stock W16/KV16"),
-    ("ours W4/KV4", "stock W16/KV16"),
-    *((f"ours {bits}", f"{library} {bits}") for library in LIBRARIES for bits in ("W8/KV8", "W4/KV4")),
-    *(("ours W4/KV4", f"{library} W4/KV16") for library in LIBRARIES),  # where few bits are slower there than many
+    *((f"fused {bits}", f"ours {bits}") for bits in ("W16/KV16", "W8/KV8", "W4/KV4")),
+    *((f"{engine} {bits}", "stock W16/KV16") for engine in OURS for bits in ("W16/KV16", "W4/KV4")),
+    *(
+        (f"{engine} {bits}", f"{library} {theirs}")
+        for engine in OURS
+        for library in LIBRARIES
+        for bits, theirs in (("W8/KV8", "W8/KV8"), ("W4/KV4", "W4/KV4"), ("W4/KV4", "W4/KV16"))
+    ),  # the last, because few bits of keys and values may be slower there than many
 ]
 
 

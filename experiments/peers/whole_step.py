@@ -1,5 +1,6 @@
 """
-A whole decode step on the CPU, weights and keys and values in as many bits: ours, transformers' and llama.cpp's.
+A whole decode step on the CPU, weights and keys and values in as many bits: ours, with the model's own forward and in
+one call (fused), transformers' and llama.cpp's.
 
 All take turns; a timed step follows an untimed one of the same engine, as in decoding. Keys and values are synthetic:
 random ones in our caches and `DynamicCache`; llama.cpp reads 256 tokens, and their keys and values are repeated. Its
@@ -14,6 +15,7 @@ group. The ceiling of a row is the time to read its weights, keys and values onc
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +78,8 @@ class Bench:
     def measure(self, rows: list[Row], context: int) -> dict[str, Any]:
         """A cell, with raw samples in seconds."""
         steps = 2 * (self.rounds + 1)
-        tokens = max(1, context - 3 * steps)  # three rows may add theirs to one cache
+        sharing = max(Counter(row.holder for row in rows).values())  # rows that add their tokens to one cache
+        tokens = max(1, context - sharing * steps)
         settings, left_out = self._settings(rows, tokens, steps)
         room = psutil.virtual_memory().available - SPARE_BYTES
         sizes = self._sizes(rows, context)
@@ -197,6 +200,8 @@ def main() -> None:
     if max(contexts) > model.config.max_position_embeddings:
         parser.error(f"{arguments.model} has {model.config.max_position_embeddings:,} positions.")
     left_out = reasons_to_leave_out(pythons)
+    if arguments.model in EXPERTS:
+        left_out["fused"] = "layers with experts are not fused"
     rows = [row for row in ROWS.values() if row.name in arguments.rows and row.engine not in left_out]
     files = {
         bits: gguf_file(arguments.model, bits, model)
@@ -204,7 +209,7 @@ def main() -> None:
     }
     if not rows:
         sys.exit("Nothing is left to measure. " + " ".join(f"{name}: {why}." for name, why in left_out.items()))
-    ours = OurModels(model, {row.weight_bits for row in rows if row.engine == "ours"})
+    ours = OurModels(model, rows)
     options = BestOptions(pythons, files, arguments.threads)
     bench = Bench(model.config, ours, files, pythons, options, memory, arguments.rounds)
     cells = []

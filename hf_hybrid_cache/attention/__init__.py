@@ -1,7 +1,7 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
 from .handles import StaleHandleError, handles_of, observed
-from .host_attention import MAX_QUERIES, compile_kernels
+from .host_attention import MAX_QUERIES, blocks_of, compile_kernels
 from .quantized_attention import QuantizedAttention, has_quantized_kernel
 from .stored_attention import StoredAttention
 
@@ -10,6 +10,7 @@ __all__ = [
     "QuantizedAttention",
     "StaleHandleError",
     "StoredAttention",
+    "blocks_of",
     "compile_kernels",
     "handles_of",
     "has_quantized_kernel",

@@ -3,6 +3,7 @@
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
 from .contents import Contents, MemoryReport
 from .hybrid_cache import HybridCache, contents_of, fill_from_file
+from .whole_step import WholeSteps
 
 __all__ = [
     "Contents",
@@ -12,6 +13,7 @@ __all__ = [
     "OffloadedHybridCache",
     "QuantizedHybridCache",
     "SameLogits",
+    "WholeSteps",
     "contents_of",
     "fill_from_file",
 ]

@@ -1,5 +1,6 @@
 """Loading a model as the options say, and compiling the kernels that it needs."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..attention import compile_kernels as compile_and_wait
+from ..decode_step import UnknownStepError, fuse_decode
 from ..models import load
 from ..models.loading import is_quantized_when_read
 from ..models.shapes import CREATED_MODEL
@@ -119,7 +121,7 @@ def quantize_loaded(model: PreTrainedModel, bits: int, notes: Console) -> Weight
 
 def compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console) -> None:
     """
-    Compile the attention kernels of a model on the CPU, so that no answer's time includes it.
+    Compile the kernels of a model on the CPU, so that no answer's time includes it, and let its decode steps use them.
 
     Args:
         model: names the type of states.
@@ -136,6 +138,8 @@ def compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console) 
         note(notes, "compiling kernels, once on this machine")
 
     compile_and_wait(model.dtype, is_quantized, on_wait)
+    with contextlib.suppress(UnknownStepError):
+        fuse_decode(model)
     if has_waited:
         note(notes, f"compiled in {time.perf_counter() - start:.0f} s")
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..cache import HybridCache
 from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from ..custom_generate import arguments_kept_back, loop_of
+from ..decode_step import fuse_where_known, is_fused
 from ..scalars import checked_bool
 from ..weights import Width, use_chosen_experts_if_any
 from .moving import HOST, HostCopies, MovableWeights, PhaseSwitch, copy_to_host, digest_of_weights, on_device
@@ -129,6 +130,8 @@ class DecodeOnCPU:
             run = partial(PhaseSwitch(model, cache, weights, dtype, prompt_length).run, loop, inputs)
         with ExitStack() as undo:
             use_chosen_experts_if_any(model, undo)
+            if not is_fused(model):
+                undo.enter_context(fuse_where_known(model))
             output = run()
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         # Beams are not stored in the order in which they are returned: what is known of them is the prompt.

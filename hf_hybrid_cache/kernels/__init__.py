@@ -29,6 +29,7 @@ from .forms.panels import (
     factor_of,
     quantize_panels,
 )
+from .step.memory import LayerBlocks, LayerWeights, Projection, States, StepMemory
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
@@ -49,11 +50,16 @@ __all__ = [
     "WEIGHT_BITS",
     "ExpertCall",
     "KernelsDisabledError",
+    "LayerBlocks",
+    "LayerWeights",
     "PackedLayout",
     "PanelLayout",
     "Products",
+    "Projection",
     "QuantizedBlocks",
     "Shape",
+    "States",
+    "StepMemory",
     "Strided",
     "Workspace",
     "add_up_experts",

@@ -152,6 +152,13 @@ class SeenQueries(NamedTuple):
     number: int
 
 
+def mean_squares(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return the mean squares of queries, `[..., batch, heads, queries, dim]`, of each KV head, `[..., heads, dim]`."""
+    # A query that is not finite makes its step useless; it must not make the choice useless, too.
+    squares = queries.detach().float().square().nan_to_num_(0.0, 0.0, 0.0)
+    return squares.unflatten(-3, (num_kv_heads, -1)).mean(dim=(-5, -3, -2))
+
+
 class CodecChoice:
     """
     The codec of one layer: as given, or a form that is chosen once, with the first quantized blocks.
@@ -184,13 +191,14 @@ class CodecChoice:
         if self.is_made or not length or (batch, key_dim) != (shape.batch, shape.key_dim) or heads % num_kv_heads:
             return
         step = -(-query.shape[2] // _MOST_QUERIES)
-        seen = query.detach()[:, :, ::step].float().square()
-        # A query that is not finite makes its step useless; it must not make the choice useless, too.
-        squares = seen.nan_to_num_(0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
-        number, known = query.shape[2], self.seen_queries
+        self.observe_squares(mean_squares(query[:, :, ::step], num_kv_heads), length)
+
+    def observe_squares(self, squares: torch.Tensor, queries: int) -> None:
+        """Take note of the mean squares of that many queries of a sequence, `[num_kv_heads, key_dim]`."""
+        number, known = queries, self.seen_queries
         if known is not None:
             number += known.number
-            squares = known.squares.to(squares.device).lerp(squares, query.shape[2] / number)
+            squares = known.squares.to(squares.device).lerp(squares, queries / number)
         self.seen_queries = SeenQueries(squares, number)
 
     def make(self, read: Callable[[int, int], Pair], num_tokens: int) -> None:

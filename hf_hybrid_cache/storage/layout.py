@@ -97,7 +97,7 @@ class Layout:
 
     def after(self, num_tokens: int) -> "Layout":
         """Return the layout for `num_tokens`: itself, unless a block is quantized or tokens leave the device."""
-        if num_tokens < self._changes_at:
+        if num_tokens < self.changes_at:
             return self
         if not self.device_tokens:
             return self.with_due_blocks(num_tokens)
@@ -122,7 +122,7 @@ class Layout:
         layout, ends = self, list[int]()
         while start + len(ends) < end:
             layout = layout.after(start + len(ends) + 1)
-            ends += [layout.quantized_end] * (min(end, layout._changes_at - 1) - start - len(ends))
+            ends += [layout.quantized_end] * (min(end, layout.changes_at - 1) - start - len(ends))
         return ends
 
     def growing(self, lengths: Iterable[int]) -> "list[Layout]":
@@ -196,7 +196,7 @@ class Layout:
         return self.shard.blocks(first + self.quantized_blocks) - self.shard.blocks(first)
 
     @cached_property
-    def _changes_at(self) -> int:
+    def changes_at(self) -> int:
         """The least number of tokens that moves a border."""
         if self.device_tokens:
             return self.host_tokens + self.device_tokens + 1

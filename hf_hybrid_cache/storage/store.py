@@ -11,6 +11,7 @@ from .kv_shape import Pair
 from .layer_states import LayerStates, TokenStore, ranges
 from .layout import Layout
 from .memory.growth import GRANULE
+from .memory.host_memory import HostMemoryError
 from .pieces import in_one_run
 from .runs.host_blocks import HostBlocks
 from .runs.resident import Resident
@@ -130,11 +131,54 @@ class Store(LayerStates):
         ends = layout.quantized_ends(before, self.num_tokens) if before else [0] * keys.shape[2]
         return Chunk(dense, before, self.num_tokens, ends)
 
+    @property
+    def is_in_host_blocks(self) -> bool:
+        """Whether all tokens of the sequence are in blocks in host memory, packed or not, and none is streamed."""
+        is_whole = self.ends is None and self.streamed is None and self.layout.shard.is_all
+        return is_whole and isinstance(self.dense, HostBlocks)
+
+    def make_place(self) -> int:
+        """
+        Have memory for the next token, and return how many may be written to the last block of `dense` one by one.
+
+        A kernel writes them that attends to them, too. Then the block is full, or another is due to be packed. It is 0
+        where something else is to be done first.
+        """
+        dense, held = self.dense, self.dense.num_entries
+        until_border = self.layout.changes_at - 1 - self.num_tokens
+        if until_border <= 0 or self.waits or not self.is_intact:
+            return 0
+        try:
+            dense.reserve(held + 1)
+        except HostMemoryError:  # whoever stores the token says what would fit
+            return 0
+        return min(until_border, dense.num_free, GRANULE - held % GRANULE)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The objects that are others once tokens are elsewhere: the borders, and the memory of `dense`."""
+        return self.layout, self.dense, self.dense.keys.held
+
+    def note_written(self) -> None:
+        """Count one more token of each sequence, which was written in its place, see `make_place`."""
+        self.dense.num_entries += 1
+        self._set_length(self.num_tokens + 1)
+
+    def forget_uncounted(self) -> None:
+        """Take a token back that `note_written` has counted in one place only, because it was interrupted."""
+        if not self.is_intact:
+            self.dense.truncate(self.dense.num_entries - 1)
+
     def observe(self, query: torch.Tensor) -> None:
         """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`; settle."""
         if self._choice is not None:
             self._choice.observe(query, self.shape)
             self.settle()
+
+    def observe_squares(self, squares: torch.Tensor) -> None:
+        """Take note of the mean squares of one query of each sequence, while nothing is due, see `mean_squares`."""
+        if self._choice is not None and not self._choice.is_made:
+            self._choice.observe_squares(squares, 1)
 
     def settle(self, on_device: bool = False, keeps_dense: bool = False) -> None:
         """

@@ -23,7 +23,7 @@ class Matrices(ABC):
 
     most_tokens: int
     # Products by kernels; `None` if no kernel reads such matrices.
-    _products: Products | None
+    products: Products | None
 
     def __init__(self, count: int, rows: int, columns: int):
         self.count = count
@@ -61,7 +61,7 @@ class Matrices(ABC):
         Raises:
             IndexError: an index is out of range.
         """
-        if self._products is None:
+        if self.products is None:
             return self._multiply_one_by_one(tokens, chosen, bias)
         dtype, num_pairs = tokens.dtype, chosen.numel()
         if dtype not in OF_KERNEL:
@@ -70,7 +70,7 @@ class Matrices(ABC):
         if num_pairs:
             kept = [None if each is None else each.contiguous() for each in (tokens, chosen, bias)]
             tokens_at, chosen_at, bias_at = map(address, kept)
-            wrong = self._products.multiply(
+            wrong = self.products.multiply(
                 0,
                 tokens_at,
                 num_pairs,
@@ -111,7 +111,7 @@ class Matrices(ABC):
         Raises:
             IndexError: an index is out of range.
         """
-        if self._products is None or down._products is None:
+        if self.products is None or down.products is None:
             return None
         if tokens.dtype not in OF_KERNEL:
             biases = [None if each is None else each.float() for each in (up_bias, down_bias)]
@@ -136,7 +136,7 @@ class Matrices(ABC):
             down_bias=down_bias_at,
             out=out.data_ptr(),
         )
-        self._require_found(add_up_experts(self._products, down._products, call), chosen.numel())
+        self._require_found(add_up_experts(self.products, down.products, call), chosen.numel())
         return out
 
     @abstractmethod

@@ -21,13 +21,13 @@ class PlainMatrices(Matrices):
     def __init__(self, weights: torch.Tensor):
         count, rows, columns = weights.shape
         super().__init__(count, rows, columns)
-        self._weights, self._products = weights, None
+        self._weights, self.products = weights, None
         if weights.dtype in OF_KERNEL:
             compile_plain_weights_in_background()
             is_transposed = not weights.is_contiguous()
             if not is_transposed or weights.mT.is_contiguous():
                 is_bfloat16, at = weights.dtype == torch.bfloat16, weights.data_ptr()
-                self._products = Products.of_numbers(at, count, rows, columns, is_bfloat16, is_transposed)
+                self.products = Products.of_numbers(at, count, rows, columns, is_bfloat16, is_transposed)
 
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
         return functional.linear(tokens, self._weights[index], bias)

@@ -70,7 +70,7 @@ class QuantizedMatrices(Matrices):
     """
 
     most_tokens = MOST_TOKENS
-    _products: Products
+    products: Products
 
     def __init__(self, weights: torch.Tensor | Stack, bits: int, group_size: int):
         count, rows, columns = weights.shape
@@ -79,7 +79,7 @@ class QuantizedMatrices(Matrices):
         self.factors = [
             self._encode(weight.detach(), panels.numpy()) for weight, panels in zip(weights, self._data, strict=True)
         ]
-        self._products = Products.of_panels(self._data.data_ptr(), self.layout, self.factors)
+        self.products = Products.of_panels(self._data.data_ptr(), self.layout, self.factors)
         super().__init__(count, rows, columns)
 
     @property
@@ -109,9 +109,9 @@ class QuantizedMatrices(Matrices):
             bias = None if bias is None else bias.contiguous()
             given = tokens.data_ptr(), num_tokens, is_bfloat16, address(bias), out.data_ptr()
             if by_gemm:
-                multiply_many(self._products, index, *given)
+                multiply_many(self.products, index, *given)
             else:
-                self._products.multiply(index, *given)
+                self.products.multiply(index, *given)
         return out
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -205,7 +205,7 @@ each_experiment = pytest.mark.parametrize(
         ),
         pytest.param(
             "peers.whole_step",
-            ["--rows", "stock W16/KV16", "ours W16/KV4", "ours W4/KV4", *WHOLE_STEP],
+            ["--rows", "stock W16/KV16", "ours W16/KV4", "ours W4/KV4", "fused W4/KV4", *WHOLE_STEP],
             {"40"},
             marks=needs_smollm2,
         ),

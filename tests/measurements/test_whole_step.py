@@ -158,14 +158,22 @@ def test_groups_when_made_then_fit_memory_and_share_the_reference():
 def test_rows_of_other_groups_are_compared_by_way_of_the_shared_one():
     medians = [
         {"ours W4/KV4": 1.0, "stock W16/KV16": 8.0, "ours W16/KV4": 4.0},
-        {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0},
+        {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0, "fused W4/KV4": 1.5},
     ]
     relative = over_reference(medians, "ours W4/KV4")
-    assert relative == {"ours W4/KV4": 1, "stock W16/KV16": 8, "ours W16/KV4": 4, "ours W8/KV4": 2}
+    assert relative == {
+        "ours W4/KV4": 1,
+        "stock W16/KV16": 8,
+        "ours W16/KV4": 4,
+        "ours W8/KV4": 2,
+        "fused W4/KV4": 0.75,
+    }
     assert ratios(relative) == {
         "ours W8/KV4 / ours W16/KV4": 0.5,
         "ours W4/KV4 / ours W16/KV4": 0.25,
+        "fused W4/KV4 / ours W4/KV4": 0.75,
         "ours W4/KV4 / stock W16/KV16": 0.125,
+        "fused W4/KV4 / stock W16/KV16": 0.09375,
     }
 
 

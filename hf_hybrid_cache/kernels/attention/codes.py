@@ -55,11 +55,11 @@ def _attend_part(part, work):
     if part >= call_at(work[1], AttentionCall).quantized_parts:
         attend_part(part, work)
     else:
-        _attend_codes(part, work[1])
+        attend_codes(part, work[1])
 
 
 @jit_function
-def _attend_codes(part, address):
+def attend_codes(part, address):
     """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
     call, memory = call_at(address, AttentionCall), part * call_at(address + SCRATCH, Scratch).part_bytes
     keys, values = call_at(address + KEYS, Form), call_at(address + VALUES, Form)

@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -128,9 +129,9 @@ class _Calls:
             _HEADS, batch * num_kv_heads, num_kv_heads, group, query_length, group * query_length, rows_at_once,
             key_dim, value_width(key_dim), value_dim, value_width(value_dim),
         )  # fmt: skip
-        self._offsets, self._part_bytes = _laid_out(sizes)
-        shared_offsets, shared_bytes = _laid_out(shared)
-        self._shared = _aligned_zeros(shared_bytes)
+        self._offsets, self._part_bytes = laid_out(sizes)
+        shared_offsets, shared_bytes = laid_out(shared)
+        self._shared = aligned_zeros(shared_bytes)
         self._others = {name: self._shared.ctypes.data + offset for name, offset in shared_offsets.items()}
         self._others |= strides | {"part_bytes": self._part_bytes}
         # What the description says. Writing it may be interrupted.
@@ -145,20 +146,17 @@ class _Calls:
         """Have scratch memory for so many parts or threads."""
         if parts > self._parts:
             self._parts = 0
-            self._memory = _aligned_zeros(parts * self._part_bytes)
+            self._memory = aligned_zeros(parts * self._part_bytes)
             start = self._memory.ctypes.data
             fields = {name: start + offset for name, offset in self._offsets.items()} | self._others
             self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
             self._parts = parts
 
-    def run(
+    def describe(
         self,
-        kernel: Any,
         query: Strided,
         out: Strided,
         lse: int,
-        keys: np.ndarray,
-        values: np.ndarray,
         num_tokens: int,
         scale: float,
         operand_is_bfloat16: bool,
@@ -170,15 +168,14 @@ class _Calls:
         visible: np.ndarray | None,
         bias: np.ndarray | None,
     ) -> None:
-        """Run a kernel; `attend_many` describes the arguments."""
-        first, num_blocks, factors, matrix = 0, 0, None, None
-        packed_keys = packed_values = _NO_PACKED
+        """Write all of a call but the addresses of its blocks; `attend_many` describes the arguments."""
+        first, num_blocks = 0, 0
         if quantized is not None:
-            packed_keys, packed_values, first, num_blocks, key_layout, value_layout, factors, matrix = quantized
-            forms = key_layout, value_layout, uses_integer_kernels()
+            first, num_blocks = quantized.first, quantized.num_blocks
+            forms = quantized.key_layout, quantized.value_layout, uses_integer_kernels()
             if forms != self._forms:
                 self._forms = ()
-                self._write(KEYS, *_form(key_layout, forms[2], 127), *_form(value_layout, forms[2], 255))
+                self._write(KEYS, *_form(forms[0], forms[2], 127), *_form(forms[1], forms[2], 255))
                 self._forms = forms
         _OF_EACH_CALL.pack_into(
             self._buffer, _QUERY, *query, *out, lse, num_tokens, scale * LOG2_E, operand_is_bfloat16,
@@ -189,8 +186,35 @@ class _Calls:
             self._is_masked = True
             self._write(_SEEN, *_mask(seen), *_mask(visible), *_mask(bias))
             self._is_masked = is_masked
-        factors, matrix = _NO_FACTORS if factors is None else factors, _NO_MATRIX if matrix is None else matrix
-        kernel(team_of_kernels().address, self.address, keys, values, packed_keys, packed_values, factors, matrix)
+
+    def run(self, kernel: Any, keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> None:
+        """Run a kernel with the call that was described last."""
+        kernel(team_of_kernels().address, self.address, *_arrays(keys, values, quantized))
+
+    def written(self, keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> np.ndarray:
+        """Return the call that was described last, with the addresses that kernels of one call write themselves."""
+        call = self._numbers.copy()
+        keys, values, packed_keys, packed_values, factors, matrix = _arrays(keys, values, quantized)
+        call[:8] = (
+            keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], packed_keys.ctypes.data,
+            packed_values.ctypes.data, factors.ctypes.data if factors.size else 0,
+            matrix.ctypes.data if matrix.size else 0,
+        )  # fmt: skip
+        return call
+
+    def with_scratch(self, calls: np.ndarray) -> np.ndarray:
+        """Let calls that were described, one in each row, have the scratch memory of now."""
+        calls[:, SCRATCH // 8 : KEYS // 8] = self._numbers[SCRATCH // 8 : KEYS // 8]
+        return calls
+
+
+def _arrays(keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> tuple[np.ndarray, ...]:
+    """The arrays of a call, as kernels take them."""
+    if quantized is None:
+        return keys, values, _NO_PACKED, _NO_PACKED, _NO_FACTORS, _NO_MATRIX
+    factors, matrix = quantized.query_factors, quantized.rotation_matrix
+    factors, matrix = _NO_FACTORS if factors is None else factors, _NO_MATRIX if matrix is None else matrix
+    return keys, values, quantized.keys, quantized.values, factors, matrix
 
 
 class Workspace:
@@ -253,13 +277,53 @@ class Workspace:
                 gap.
             out: where to write the output instead of `out` of the workspace.
         """
+        self._describe(query, keys, num_tokens, scale, visible, bias, quantized, self._out if out is None else out)
+        has_codes = quantized is not None and quantized.num_blocks > 0
+        self._calls.run(attend_quantized if has_codes else attend, keys, values, quantized)
+
+    def descriptions(
+        self,
+        query: Strided,
+        layers: Iterable[tuple[np.ndarray, np.ndarray, int, QuantizedBlocks | None]],
+        scale: float,
+        out: Strided,
+    ) -> np.ndarray:
+        """
+        Describe calls without a mask, one for each layer, for a kernel that makes them in its course.
+
+        Args:
+            query: the same for all, as `out` is.
+            layers: keys, values, number of tokens and quantized blocks of each, as `attend` takes them.
+            scale: of the scores.
+            out: where outputs go.
+
+        Returns:
+            int64 `[layers, numbers]`: an `AttentionCall` and what follows it. They share scratch memory, which is there
+            until another call needs more.
+        """
+        calls = []
+        for keys, values, num_tokens, quantized in layers:
+            self._describe(query, keys, num_tokens, scale, None, None, quantized, out)
+            calls.append(self._calls.written(keys, values, quantized))
+        return self._calls.with_scratch(np.stack(calls))
+
+    def _describe(
+        self,
+        query: Strided,
+        keys: np.ndarray,
+        num_tokens: int,
+        scale: float,
+        visible: np.ndarray | None,
+        bias: np.ndarray | None,
+        quantized: QuantizedBlocks | None,
+        out: Strided,
+    ) -> None:
         quantized_blocks = 0 if quantized is None else quantized.num_blocks
         quantized_parts = parts_of(quantized_blocks, self._heads) if quantized_blocks else 0
         parts = quantized_parts + parts_of(-(-num_tokens // BLOCK) - quantized_blocks, self._heads)
         self._calls.reserve(parts)
-        self._calls.run(
-            attend_quantized if quantized_parts else attend, query, self._out if out is None else out, self._lse, keys,
-            values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False, quantized, parts,
+        self._calls.describe(
+            query, out, self._lse, num_tokens, scale, self._multiplies_bfloat16(query, keys), False, quantized, parts,
             quantized_parts, None, visible, bias,
         )  # fmt: skip
 
@@ -354,10 +418,11 @@ def attend_many(
     calls = _calls_of_many(shape, rows_at_once)
     calls.reserve(threads)
     is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
-    calls.run(
-        attend_prefill, query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed,
-        quantized, -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
+    calls.describe(
+        query, out, lse.ctypes.data, num_tokens, float(scale), is_packed, is_packed, quantized,
+        -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
     )  # fmt: skip
+    calls.run(attend_prefill, keys, values, quantized)
     _kept[:] = [((shape, rows_at_once), calls)]
 
 
@@ -369,14 +434,14 @@ def _calls_of_many(shape: Shape, rows_at_once: int) -> _Calls:
             return calls
     inner, width = value_width(shape.key_dim), value_width(shape.value_dim)
     side = {"maxima": 4 * rows_at_once, "sums": 4 * rows_at_once, "partial": 4 * rows_at_once * width}
-    side_bytes = _laid_out(side)[1]
+    side_bytes = laid_out(side)[1]
     sizes = side | {"other side": side_bytes, "scores": 4 * ROWS * BLOCK, "corrections": 4 * ROWS}
     sizes |= {"operand": 4 * rows_at_once * inner, "rotated": 4 * rows_at_once * inner, "ranges": 16 * rows_at_once}
     sizes |= {"key_operand": 4 * inner * BLOCK, "value_operand": 4 * BLOCK * width}
     return _Calls(shape, rows_at_once, sizes, {}, {"side_bytes": side_bytes})
 
 
-def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Offsets of arrays, each from the start of a cache line on, and the bytes of all."""
     offsets, end = {}, 0
     for name, num_bytes in sizes.items():
@@ -385,7 +450,7 @@ def _laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _aligned_zeros(num_bytes: int) -> np.ndarray:
+def aligned_zeros(num_bytes: int) -> np.ndarray:
     """Zeros from the start of a cache line on. A vector across two lines takes twice as long to load and to store."""
     memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 from . import vector_ir as vec
 from .compiled import jit_function, jit_inlined
 from .intrinsics import pointer
-from .vector_ir import FLOATS, INT16, INTS, LANES
+from .vector_ir import FLOATS
 
 
 class Numbers(NamedTuple):
@@ -118,13 +118,9 @@ def store_sixteen(typing_context: Any, given: Any, factor: Any, bias: Any, is_bf
         result = vec.multiply_add(builder, given, vec.splat(builder, factor), bias)
         with builder.if_else(is_bfloat16) as (then, otherwise):
             with then:
-                not_a_number = builder.or_(builder.bitcast(result, INTS), vec.ints(0x400000))
-                is_number = builder.fcmp_ordered("ord", result, result)
-                bits = builder.select(is_number, vec.rounded_to_bfloat16(builder, result), not_a_number)
-                halves = builder.trunc(builder.lshr(bits, vec.ints(16)), ir.VectorType(INT16, LANES))
-                builder.store(halves, builder.inttoptr(out, halves.type.as_pointer()), align=2)
+                vec.store_as(builder, result, types.uint16, out)
             with otherwise:
-                vec.store(builder, result, out)
+                vec.store_as(builder, result, types.float32, out)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.boolean, types.int64), generate

@@ -137,6 +137,13 @@ def reduced(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> i
     return functools.reduce(functools.partial(operation, builder), vectors)
 
 
+def total(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The sum of sixteen floats."""
+    for distance in (8, 4, 2, 1):
+        vector = builder.fadd(vector, shuffle(builder, vector, vector, [lane ^ distance for lane in range(LANES)]))
+    return builder.extract_element(vector, INT32(0))
+
+
 def fold(
     builder: ir.IRBuilder,
     vectors: Sequence[ir.Value],
@@ -262,6 +269,28 @@ def rounded_to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
     bits = builder.bitcast(numbers, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
     return builder.add(bits, builder.add(is_odd, ints(0x7FFF)))
+
+
+def _bits_of_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """Integers whose upper halves are the nearest bfloat16 of sixteen floats; NaN stays NaN."""
+    not_a_number = builder.or_(builder.bitcast(numbers, INTS), ints(0x400000))
+    is_number = builder.fcmp_ordered("ord", numbers, numbers)
+    return builder.select(is_number, rounded_to_bfloat16(builder, numbers), not_a_number)
+
+
+def as_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """Sixteen floats, rounded to bfloat16."""
+    bits = builder.and_(_bits_of_bfloat16(builder, numbers), ints(0xFFFF0000))
+    return builder.bitcast(bits, FLOATS)
+
+
+def store_as(builder: ir.IRBuilder, numbers: ir.Value, dtype: Any, address: ir.Value) -> None:
+    """Store sixteen floats as float32, or rounded to bfloat16 if `dtype` is uint16."""
+    if dtype == types.uint16:
+        halves = builder.trunc(builder.lshr(_bits_of_bfloat16(builder, numbers), ints(16)), ir.VectorType(INT16, LANES))
+        builder.store(halves, builder.inttoptr(address, halves.type.as_pointer()), align=2)
+    else:
+        store(builder, numbers, address)
 
 
 # Coefficients of 1, x, x^2, ..., by degree; relative errors are 1e-7 and 3e-6.

@@ -23,7 +23,7 @@ from ..vector import vector_ir as vec
 from ..vector.compiled import jit_function
 from ..vector.numbers_at import Numbers, address_of, load_numbers
 from ..vector.processor import has_gemm
-from ..vector.vector_ir import FLOAT, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, LOG2_E, load_vectors, reduced
+from ..vector.vector_ir import FLOAT, INT8, INT16, INT32, INT64, INTS, LANES, LOG2_E, load_vectors, reduced
 
 # Degree of the power of two in the gate, see `vector_ir.exp2`.
 _DEGREE = 6
@@ -39,34 +39,43 @@ _Load = Callable[[ir.Value], ir.Value]
 
 
 @intrinsic
-def write_gated(typing_context: Any, states: Any, columns: Any, out: Any) -> Any:
+def write_gated(typing_context: Any, gate: Any, up: Any, is_bfloat16: Any, columns: Any, out: Any) -> Any:
     """
-    Write `gate * sigmoid(gate) * up`.
+    Write `gate * sigmoid(gate) * up`; of bfloat16 as torch does, which rounds each product.
 
-    states: address of float32 `[2, columns]`, the gate and the other half; columns: their number, at least 1; out:
-    address of float32 `[columns]`. Up to fifteen numbers are read after both, and written.
+    gate, up, out: addresses of float32 or bfloat16 `[columns]`; columns: at least 1. Up to fifteen numbers are read
+    after each, and written.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        states, columns, out = arguments
+        gate_at, up_at, is_bfloat16, columns, out = arguments
         add, multiply = builder.add, builder.mul
 
-        def step(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-            offset = multiply(index, INT64(LANES * 4))
-            gate = vec.load(builder, add(states, offset), FLOATS)
-            up = vec.load(builder, add(states, add(offset, multiply(columns, INT64(4)))), FLOATS)
-            size = vec.absolute(builder, gate)
-            # The power of -|gate| cannot overflow; the numerator makes it the sigmoid of either sign.
-            power = vec.exp2(context, builder, builder.fmul(size, vec.floats(-LOG2_E)), _DEGREE)
-            numerator = builder.select(builder.fcmp_ordered("<", gate, vec.floats(0.0)), power, vec.floats(1.0))
-            sigmoid = builder.fdiv(numerator, builder.fadd(power, vec.floats(1.0)))
-            vec.store(builder, builder.fmul(builder.fmul(gate, sigmoid), up), add(out, offset))
-            return carried
+        def run(kind: Any, rounded: Callable[[ir.Value], ir.Value]) -> None:
+            item = vec.ITEM_BYTES[kind]
 
-        vec.loop(builder, builder.sdiv(add(columns, INT64(LANES - 1)), INT64(LANES)), [], step)
+            def step(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                offset = multiply(index, INT64(LANES * item))
+                gate, up = (load_vectors(context, builder, kind, add(at, offset), 1)[0] for at in (gate_at, up_at))
+                size = vec.absolute(builder, gate)
+                # The power of -|gate| cannot overflow; the numerator makes it the sigmoid of either sign.
+                power = vec.exp2(context, builder, builder.fmul(size, vec.floats(-LOG2_E)), _DEGREE)
+                numerator = builder.select(builder.fcmp_ordered("<", gate, vec.floats(0.0)), power, vec.floats(1.0))
+                sigmoid = builder.fdiv(numerator, builder.fadd(power, vec.floats(1.0)))
+                gated = rounded(builder.fmul(gate, sigmoid))
+                vec.store_as(builder, builder.fmul(gated, up), kind, add(out, offset))
+                return carried
+
+            vec.loop(builder, builder.sdiv(add(columns, INT64(LANES - 1)), INT64(LANES)), [], step)
+
+        with builder.if_else(is_bfloat16) as (then, otherwise):
+            with then:
+                run(types.uint16, lambda numbers: vec.as_bfloat16(builder, numbers))
+            with otherwise:
+                run(types.float32, lambda numbers: numbers)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.boolean, types.int64, types.int64), generate
 
 
 @jit_function

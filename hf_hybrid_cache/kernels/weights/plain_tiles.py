@@ -8,7 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..vector import vector_ir as vec
-from ..vector.vector_ir import FLOAT, FLOATS, INT32, INT64, LANES, load_vectors
+from ..vector.vector_ir import FLOAT, FLOATS, INT64, LANES, load_vectors
 
 # Columns that are multiplied together: a cache line of bfloat16.
 STEP = 2 * LANES
@@ -65,12 +65,8 @@ def multiply_row(
 
             totals = vec.loop(builder, steps, [vec.floats(0.0)] * (2 * count), add_step)
             for token in range(count):
-                total = builder.fadd(totals[2 * token], totals[2 * token + 1])
-                for distance in (8, 4, 2, 1):
-                    others = vec.shuffle(builder, total, total, [lane ^ distance for lane in range(LANES)])
-                    total = builder.fadd(total, others)
-                place = builder.inttoptr(add(out, INT64(4 * token)), FLOAT.as_pointer())
-                builder.store(builder.extract_element(total, INT32(0)), place)
+                total = vec.total(builder, builder.fadd(totals[2 * token], totals[2 * token + 1]))
+                builder.store(total, builder.inttoptr(add(out, INT64(4 * token)), FLOAT.as_pointer()))
 
         _run_as_asked(builder, is_bfloat16, tokens, run)
         return context.get_dummy_value()

@@ -76,23 +76,26 @@ class Routing(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One call of `write_products`, for its threads. Arrays are addresses."""
+    """One product with matrices, for its threads; integers, so that it can be read from memory, see `call_at`."""
 
     weights: int  # address of `Weights`
     places: int
-    pairs: int  # these and the following are of `Routing`
+    pairs: int  # address; this and the next two are of `Routing`
     matrices: int
     starts: int
-    tokens: Numbers  # [tokens, columns], or [tokens, 2 * columns], of which the first half is the gate
+    tokens: int  # address of [tokens, columns], or of [tokens, 2 * columns], of which the first half is the gate
+    tokens_are_bfloat16: int
     pairs_of_token: int
-    is_gated: bool
-    operand: int  # the tokens as they are multiplied, in their places: integers [places, groups * group], or float32
-    steps: int  # float32 [places, groups], which integers are multiples of
-    sums: int  # float32 [places, groups], sums of the rounded numbers
+    is_gated: int
+    operand: int  # address of the tokens in their places: integers [places, groups * group], or float32
+    steps: int  # address of float32 [places, groups], which integers are multiples of
+    sums: int  # address of float32 [places, groups], sums of the rounded numbers
     operand_parts: int
-    bias: Numbers  # [matrices, rows]; at 0 for none
+    bias: int  # address of [matrices, rows]; 0 for none
+    bias_is_bfloat16: int
     bias_step: int  # numbers from the bias of one matrix to that of the next
-    out: Numbers  # [pairs, rows]
+    out: int  # address of [pairs, rows]
+    out_is_bfloat16: int
     parts: int  # of each matrix
 
 
@@ -110,6 +113,11 @@ class Products:
         self._weights = array("q", weights)
         self.address: int = self._weights.buffer_info()[0]
         self._kept = kept
+
+    @property
+    def weights(self) -> Weights:
+        """The weights as kernels read them."""
+        return Weights(*self._weights)
 
     @classmethod
     def of_panels(cls, address: int, layout: PanelLayout, factors: Sequence[float]) -> "Products":
@@ -261,23 +269,23 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         pairs=routing.pairs.ctypes.data,
         matrices=routing.matrices.ctypes.data,
         starts=routing.starts.ctypes.data,
-        tokens=tokens,
+        tokens=tokens.address,
+        tokens_are_bfloat16=np.int64(tokens.is_bfloat16),
         pairs_of_token=pairs_of_token,
-        is_gated=is_gated,
+        is_gated=np.int64(is_gated),
         operand=operand.ctypes.data,
         steps=numbers[0].ctypes.data,
         sums=numbers[1].ctypes.data,
         operand_parts=parts_of_rows(places, width),
-        bias=bias,
+        bias=bias.address,
+        bias_is_bfloat16=np.int64(bias.is_bfloat16),
         bias_step=bias_step,
-        out=out,
+        out=out.address,
+        out_is_bfloat16=np.int64(out.is_bfloat16),
         parts=_parts(given, runs, threads_of(team)),
     )
-    split_work(team, product.operand_parts, _take_tokens, product)
-    if is_quantized:
-        split_work(team, product.parts * runs, _multiply_panels, product)
-    else:
-        split_work(team, product.parts * runs, _multiply_plain, product)
+    split_work(team, product.operand_parts, take_tokens, product)
+    split_work(team, product.parts * runs, multiply_part, product)
     for array_of_routing in (routing.pairs, routing.matrices, routing.starts):
         keep(array_of_routing)
     keep(operand)
@@ -310,7 +318,7 @@ def part_of(part, parts, count):
 
 
 @jit_function
-def _take_tokens(part, product):
+def take_tokens(part, product):
     """Write the operand of a part of the places."""
     weights = call_at(product.weights, Weights)
     pairs, columns, group = integers_at(product.pairs, product.places), weights.columns, weights.group
@@ -318,11 +326,13 @@ def _take_tokens(part, product):
     first, last = part_of(part, product.operand_parts, product.places)
     for place in range(first, last):
         token = pairs[place] // product.pairs_of_token
-        address, is_bfloat16 = address_of(product.tokens, token * columns), product.tokens.is_bfloat16
         if product.is_gated:
-            write_gated(product.tokens.address + token * 2 * columns * 4, columns, gated.ctypes.data)
-            address, is_bfloat16 = np.int64(gated.ctypes.data), False
-        numbers = Numbers(address, is_bfloat16)
+            states = product.tokens + token * 2 * columns * 4
+            write_gated(states, states + columns * 4, False, columns, gated.ctypes.data)
+            numbers = Numbers(np.int64(gated.ctypes.data), False)
+        else:
+            given = Numbers(product.tokens, product.tokens_are_bfloat16 != 0)
+            numbers = Numbers(address_of(given, token * columns), given.is_bfloat16)
         if weights.kind != PANELS:
             load_numbers(numbers, 0, columns, floats_at(product.operand, (product.places, columns))[place])
         else:
@@ -349,9 +359,19 @@ def tokens_at_once(most, left):
 
 
 @jit_function
+def multiply_part(part, product):
+    """Write the outputs of a part of a matrix, for all tokens of its run."""
+    if call_at(product.weights, Weights).kind == PANELS:
+        _multiply_panels(part, product)
+    else:
+        _multiply_plain(part, product)
+
+
+@jit_function
 def _multiply_panels(part, product):
-    """Write the outputs of a part of the panels of a matrix, for all tokens of its run."""
+    """Write the outputs of a part of the panels of a matrix."""
     weights = call_at(product.weights, Weights)
+    given, out = _bias_and_out(product)
     run, part = part // product.parts, part % product.parts
     matrix = integers_at(product.matrices, run + 1)[run]
     start, end = integers_at(product.starts + run * 8, 2)
@@ -367,7 +387,7 @@ def _multiply_panels(part, product):
     for panel in range(first, last, _SQUARE_PANELS):
         panels = min(_SQUARE_PANELS, last - panel)
         for which in range(panels):
-            load_bias(product.bias, matrix * product.bias_step, (panel + which) * LANES, weights.rows, biases[which])
+            load_bias(given, matrix * product.bias_step, (panel + which) * LANES, weights.rows, biases[which])
         place = start
         while place < end:
             is_here = is_square and panels == _SQUARE_PANELS and end - place >= _SQUARE_TOKENS
@@ -393,10 +413,16 @@ def _multiply_panels(part, product):
                     for which in range(at_once):
                         output = outputs.ctypes.data + (token * at_once + which) * CACHE_LINE
                         bias, row = biases.ctypes.data + (left + which) * CACHE_LINE, (panel + left + which) * LANES
-                        store_outputs(output, factor, bias, product.out, pairs[place + token], row, weights.rows)
+                        store_outputs(output, factor, bias, out, pairs[place + token], row, weights.rows)
             place += tokens
     keep(outputs)
     keep(biases)
+
+
+@jit_inlined
+def _bias_and_out(product):
+    bias = Numbers(product.bias, product.bias_is_bfloat16 != 0)
+    return bias, Numbers(product.out, product.out_is_bfloat16 != 0)
 
 
 @jit_inlined
@@ -425,8 +451,9 @@ def store_outputs(outputs, factor, bias, out, token, row, rows):
 
 @jit_function
 def _multiply_plain(part, product):
-    """Write the outputs of a part of the rows of a matrix in full precision, for all tokens of its run."""
+    """Write the outputs of a part of the rows of a matrix in full precision."""
     weights = call_at(product.weights, Weights)
+    bias, out = _bias_and_out(product)
     run, part = part // product.parts, part % product.parts
     matrix = integers_at(product.matrices, run + 1)[run]
     start, end = integers_at(product.starts + run * 8, 2)
@@ -435,9 +462,9 @@ def _multiply_plain(part, product):
     width, stride = last - first, columns * 4
     operand = floats_at(product.operand + start * stride, (count, columns))
     sums = np.zeros((count, width), np.float32)
-    if product.bias.address:
+    if bias.address:
         for index in range(count):
-            load_numbers(product.bias, matrix * product.bias_step + first, width, sums[index])
+            load_numbers(bias, matrix * product.bias_step + first, width, sums[index])
     numbers = Numbers(weights.address + matrix * weights.matrix_bytes, weights.is_bfloat16 != 0)
     if weights.kind == ROWS:
         steps = columns // STEP
@@ -490,4 +517,4 @@ def _multiply_plain(part, product):
                         sums[index, row] += number * left[row - from_row]
     pairs = integers_at(product.pairs, product.places)
     for index in range(count):
-        store_numbers(sums[index], product.out, pairs[start + index] * rows + first, width)
+        store_numbers(sums[index], out, pairs[start + index] * rows + first, width)

@@ -80,6 +80,11 @@ class Run:
         self.values.write(self.num_entries, values)
         self.num_entries = end
 
+    @property
+    def num_free(self) -> int:
+        """Number of entries that can be written without a change of memory."""
+        return self._room - self.num_entries
+
     def read(self) -> Pair:
         """Return all entries, on the compute device."""
         return self.keys.read_range(0, self.num_entries), self.values.read_range(0, self.num_entries)

@@ -1,0 +1,244 @@
+"""A model whose decode steps run in one call, where a step is of the known kind."""
+
+import contextlib
+import inspect
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..cache import HybridCache
+from ..cache_argument import cache_argument, passed_cache
+from .known_models import KnownModel, UnknownStepError, is_own_forward, known_model, unknown_step
+from .step_plan import StepPlan
+from .trial import require_alike
+
+# More rows are those of a prompt, for which products of many tokens are faster.
+MOST_ROWS = 8
+# Arguments of a step, and those that only another pass has as `False`.
+_TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_params"}
+_OFF = {"use_cache", "return_dict"}
+
+
+class FusedDecode:
+    """
+    Runs the decode steps of a model in one call, in the place of the forward of its decoder; `print` it.
+
+    In a `with` block it is undone at the end.
+
+    Attributes:
+        fused_steps: number of steps that have run so.
+        other_passes: number of forward passes that the model's own forward has run, by the reason.
+    """
+
+    def __init__(self, decoder: PreTrainedModel):
+        # A model that refers to itself would stay in memory until Python looks for such circles.
+        self._decoder = weakref.ref(decoder)
+        self._is_on = True
+        # A plan has memory for one step. A thread takes it out, and another one meanwhile makes one for itself.
+        self._plans: list[StepPlan] = []
+        self.fused_steps = 0
+        self.other_passes: Counter[str] = Counter()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Recognise the model anew at the next step."""
+        self._plans.clear()
+        self._known: KnownModel | None = None
+        self._is_tried = False
+        self._unknown: tuple[Any, str] | None = None  # where the weights were, and what was wrong then
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        decoder = self._decoder()
+        return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
+
+    def __reduce__(self) -> Any:
+        """Let a copy of the model have its own."""
+        return FusedDecode, (self._decoder(),)
+
+    def __repr__(self) -> str:
+        passes = self.other_passes.most_common()
+        others = "".join(f"\n  {count:,} passes by the model's own forward: {why}" for why, count in passes)
+        return f"{self.fused_steps:,} decode steps in one call{others}"
+
+    def __enter__(self) -> "FusedDecode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Let the model's own forward run all steps again."""
+        self._is_on = False
+        self.look_again()
+        decoder = self._decoder()
+        if decoder is not None and vars(decoder).get("forward") is self:
+            del decoder.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        decoder = self._decoder()
+        assert decoder is not None
+        if not self._is_on or torch.compiler.is_compiling():
+            return type(decoder).forward(decoder, *args, **kwargs)
+        out = self._run(decoder, args, kwargs)
+        if not isinstance(out, str):
+            self.fused_steps += 1
+            return out
+        self.other_passes[out] += 1
+        return type(decoder).forward(decoder, *args, **kwargs)
+
+    def require_known(self) -> None:
+        """
+        Recognise the model, and try two layers.
+
+        Raises:
+            UnknownStepError: see `fuse_decode`.
+        """
+        decoder = self._decoder()
+        assert decoder is not None
+        if self._known is None:
+            self._known = known_model(decoder)
+        if not self._is_tried and self._known.guard.broken() is None:
+            require_alike(self._known, decoder)
+            self._is_tried = True
+
+    def _run(self, decoder: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Run a step; return the output of the model, or the reason why its own forward has to run."""
+        cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
+        if args or (tokens is None) == (states is None):
+            return "the arguments are not those of a step"
+        if not isinstance(cache, HybridCache):
+            return "the cache is not of this package"
+        given_as: Any = states if tokens is None else tokens
+        rows, length, *_ = given_as.shape
+        if length != 1:
+            return "several tokens come at once"
+        if rows > MOST_ROWS:
+            return f"there are more than {MOST_ROWS} sequences"
+        plan: Any = _why_other(decoder, given) or self._planned(decoder, rows)
+        if isinstance(plan, str):
+            return plan
+        out = _step(plan, decoder, cache, given)
+        self._plans[:] = [plan]
+        return out
+
+    def _planned(self, decoder: PreTrainedModel, rows: int) -> StepPlan | str:
+        """Return a plan for a step, to be put back; or why there is none."""
+        if self._unknown is not None and self._unknown[0] == (decoder.device, decoder.dtype):
+            return self._unknown[1]
+        try:
+            self.require_known()
+            assert self._known is not None
+            if (broken := self._known.guard.broken()) is not None:
+                return broken
+            plan = None
+            with contextlib.suppress(IndexError):
+                plan = self._plans.pop()
+            return plan if plan is not None and plan.fits(rows) else StepPlan(self._known, rows)
+        except UnknownStepError as error:
+            self._known, self._unknown = None, ((decoder.device, decoder.dtype), str(error))
+            return str(error)
+
+
+def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any]) -> Any:
+    """Run a step over a cache; return the output of the model, or the reason why its own forward has to run."""
+    if why_not := plan.take(cache):
+        return why_not
+    num_tokens, states = plan.num_tokens, given.get("inputs_embeds")
+    if not _sees_all(given.get("attention_mask"), plan.rows, num_tokens + 1):
+        return "a mask hides tokens"
+    states = decoder.get_input_embeddings()(given["input_ids"]) if states is None else states
+    if states.dtype != plan.dtype or states.device.type != "cpu":
+        return f"hidden states are {states.dtype} on {states.device}"
+    positions = given.get("position_ids")
+    positions = torch.full((1, 1), num_tokens) if positions is None else positions
+    out = plan.run(states, *decoder.rotary_emb(states, position_ids=positions))
+    return BaseModelOutputWithPast(last_hidden_state=out, **cache_argument(cache))
+
+
+def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
+    """Return what keeps any step of a call from running in one, or an empty string."""
+    config: Any = decoder.config
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if config.output_attentions or config.output_hidden_states:
+        return "hidden states or attentions are asked for"
+    if not getattr(config, "return_dict", True):
+        return "config.return_dict is False"
+    for name, value in given.items():
+        if name in _OFF:
+            if value is False:
+                return f"{name}=False is given"
+        elif name not in _TAKEN and value is not None and value is not False:
+            return f"{name} is given"
+    return ""
+
+
+def _sees_all(mask: Any, rows: int, num_tokens: int) -> bool:
+    """Whether a mask hides none of the tokens."""
+    if mask is None:
+        return True
+    return isinstance(mask, torch.Tensor) and mask.shape == (rows, num_tokens) and bool(mask.all())
+
+
+def fuse_decode(model: PreTrainedModel) -> FusedDecode:
+    """
+    Let the decode steps of a model on the CPU run in one call.
+
+    A step is one token of up to eight sequences after those in a cache of this package. Where anything else is asked
+    for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and why.
+
+    Args:
+        model: of a known form: Llama, Mistral, Qwen2, Qwen3, SmolLM3, and others with the same layers. Its weights may
+            be quantized before or after.
+
+    Returns:
+        What runs the steps: a context manager that is undone at the end of a `with` block, or by `undo()`.
+
+    Raises:
+        UnknownStepError: the model is not of a known form, or two of its layers, which are tried, give other results.
+
+    Example:
+        >>> quantize_weights(model, bits=4)
+        >>> fused = fuse_decode(model)
+        >>> model.generate(**inputs, cache=cache)
+        >>> print(fused)
+    """
+    fused = fuse_where_known(model)
+    if not is_fused(model):
+        why = "the forward of the model was replaced, as accelerate does it; load the model without device_map"
+        raise unknown_step(type(model.get_decoder()).__name__, why)
+    try:
+        fused.look_again()
+        fused.require_known()
+    except BaseException:
+        fused.undo()
+        raise
+    return fused
+
+
+def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
+    """
+    Let decode steps run in one call where the model is of a known form by then, and is on the CPU.
+
+    Nothing changes if another library has replaced the decoder's forward.
+    """
+    decoder: Any = model.get_decoder()
+    there = vars(decoder).get("forward")
+    if isinstance(there, FusedDecode):
+        return there
+    fused = FusedDecode(decoder)
+    if there is None or is_own_forward(there, vars(decoder)):
+        decoder.forward = fused
+    return fused
+
+
+def is_fused(model: PreTrainedModel) -> bool:
+    """Return whether decode steps of a model run in one call where they can."""
+    return isinstance(vars(model.get_decoder()).get("forward"), FusedDecode)

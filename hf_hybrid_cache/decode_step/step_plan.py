@@ -1,0 +1,155 @@
+"""A model's step in one call: its weights and memory, and the layers of the cache that it is run with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import blocks_of
+from ..cache import HybridCache, WholeSteps
+from ..kernels import LANES, LayerBlocks, LayerWeights, Products, Projection, Shape, States, StepMemory
+from ..storage import KVShape
+from ..weights import QuantizedWeight
+from .known_models import KnownLayer, KnownModel, require_weights, unknown_step
+
+
+class StepPlan:
+    """
+    The step of a model for a number of sequences.
+
+    Args:
+        known: the model.
+        rows: sequences.
+
+    Raises:
+        UnknownStepError: the step cannot run with its weights.
+    """
+
+    def __init__(self, known: KnownModel, rows: int):
+        require_weights(known)
+        _require_whole_vectors(known)
+        self.rows = rows
+        norm: Any = known.norm.weight
+        self.dtype: torch.dtype = norm.dtype
+        # Every tensor that the kernel reads, with the dictionary that its module keeps it in, and its address.
+        self._weights: list[tuple[dict[str, Any], str, Any, int]] = []
+        heads = known.num_kv_heads, known.num_heads // known.num_kv_heads
+        shape, dim = Shape(rows, *heads, 1, known.head_dim, known.head_dim), known.head_dim
+        self._kv_shape = KVShape(rows, known.num_kv_heads, dim, dim, self.dtype, self.dtype, norm.device)
+        with torch.inference_mode(False):
+            self._states, self._out = (torch.empty(rows, 1, norm.numel(), dtype=self.dtype) for _ in range(2))
+            self._cosines, self._sines = (torch.empty(rows, 1, known.head_dim, dtype=self.dtype) for _ in range(2))
+            of_layer = rows, known.num_heads, 1, known.head_dim
+            self._queries = torch.empty(len(known.layers), *of_layer, dtype=self.dtype)
+        tensors = self._states, self._queries, self._out, self._cosines, self._sines
+        self._memory = StepMemory(
+            [self._weights_of(layer) for layer in known.layers], self._address(known.norm), known.epsilon, shape,
+            known.scale, self.dtype == torch.bfloat16, States(*(each.data_ptr() for each in tensors)),
+        )  # fmt: skip
+        self._indices = [layer.index for layer in known.layers]
+        self._steps: WholeSteps | None = None
+
+    def fits(self, rows: int) -> bool:
+        """Return whether a step has so many rows, and the model the weights of before, in the same memory."""
+        return rows == self.rows and all(
+            held[name] is tensor and (not address or tensor.data_ptr() == address)
+            for held, name, tensor, address in self._weights
+        )
+
+    def take(self, cache: HybridCache) -> str:
+        """
+        Prepare a step over a cache; return why it is not possible, or an empty string.
+
+        Raises:
+            IncompleteCacheError: something has ended a change of the cache half-way.
+        """
+        steps = self._steps
+        if steps is None or not steps.are_of(cache):
+            self._steps = None
+            steps = WholeSteps(cache, self._indices)
+            if steps.why_none:
+                return steps.why_none
+            stores = steps.stores
+            if any(store.shape != self._kv_shape for store in stores):
+                return f"the cache holds {stores[0].shape}, the step is of {self._kv_shape}"
+            self._memory.take_blocks([_blocks_with_next(store) for store in stores])
+            self._steps = steps
+        return ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the cache that was taken."""
+        assert self._steps is not None
+        return self._steps.num_tokens
+
+    def run(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """
+        Run the step over the cache that was taken.
+
+        Args:
+            states: of the tokens, `[rows, 1, columns]`.
+            cosines: of their positions, `[rows or 1, 1, head_dim]`.
+            sines: likewise.
+
+        Returns:
+            What the last norm gives, like `states`.
+        """
+        steps = self._steps
+        assert steps is not None
+        self._steps = None  # until it is whole
+        steps.begin(self.rows)
+        self._states.copy_(states)
+        self._cosines.copy_(cosines)
+        self._sines.copy_(sines)
+        self._memory.run()
+        self._memory.advance()
+        steps.end(self._queries)
+        self._steps = steps
+        return self._out.clone()
+
+    def _weights_of(self, layer: KnownLayer) -> LayerWeights:
+        return LayerWeights(
+            self._address(layer.input_norm),
+            self._address(layer.post_norm),
+            layer.epsilon,
+            0 if layer.q_norm is None else self._address(layer.q_norm),
+            0 if layer.k_norm is None else self._address(layer.k_norm),
+            layer.head_epsilon,
+            layer.is_rotated,
+            [self._projection(module) for module in layer.projections.values()],
+        )
+
+    def _projection(self, module: nn.Linear) -> Projection:
+        weight: Any = module.weight
+        bias = 0 if module.bias is None else self._address(module, "bias")
+        if isinstance(weight, QuantizedWeight):
+            self._weights.append((module._parameters, "weight", weight, 0))
+            assert weight.which is not None
+            return Projection(weight.matrices.products, weight.which, bias)
+        rows, columns = weight.shape
+        of_plain = Products.of_numbers(self._address(module), 1, rows, columns, weight.dtype == torch.bfloat16)
+        return Projection(of_plain, 0, bias)
+
+    def _address(self, module: nn.Module, name: str = "weight") -> int:
+        """Return the address of a parameter, and note it."""
+        tensor: Any = module._parameters[name]
+        self._weights.append((module._parameters, name, tensor, tensor.data_ptr()))
+        address: int = tensor.data_ptr()
+        return address
+
+
+def _require_whole_vectors(known: KnownModel) -> None:
+    sizes = {
+        "hidden states": known.layers[0].q.in_features,
+        "heads": known.head_dim,
+        "gates": known.layers[0].gate.out_features,
+    }
+    for name, size in sizes.items():
+        if size % LANES:
+            raise unknown_step(known.name, f"the size of its {name} is no multiple of {LANES}")
+
+
+def _blocks_with_next(store: Any) -> LayerBlocks:
+    """The tokens of a store, and the next one, which is still to be written."""
+    blocks = blocks_of(store)
+    return LayerBlocks(blocks.keys, blocks.values, blocks.num_tokens + 1, blocks.quantized, store.dense.num_entries)

@@ -1,0 +1,167 @@
+"""
+The operations of a decode step: products, norms, rotary embedding, attention over the cache, gates.
+
+Each does a part of what its call in memory describes. Numbers between two operations are of the model's type, float32
+or bfloat16, rounded as torch rounds them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..attention.attention import attend_part, merge_head
+from ..attention.attention_call import SCRATCH, AttentionCall, Scratch, row_bytes, take_rows
+from ..attention.codes import attend_codes
+from ..vector.compiled import jit, jit_inlined
+from ..vector.intrinsics import call_at
+from ..vector.numbers_at import as_double
+from ..vector.vector_ir import BLOCK
+from ..weights.operands import write_gated
+from ..weights.products import Product, multiply_part, take_tokens
+from .states import embed_position, normalize, scatter
+
+
+class Norm(NamedTuple):
+    """A root mean square norm of rows, after a residual is added; and the operand of the product with it."""
+
+    states: int  # address of [rows, columns], written if something is added
+    added: int  # address of [rows, columns]; 0 for nothing
+    weight: int  # address of [columns]
+    epsilon: int  # bits of a float64
+    columns: int
+    is_bfloat16: int
+    out: int  # address of [rows, columns]
+    product: int  # address of a `Product` that takes the result; 0 for none
+
+
+class Heads(NamedTuple):
+    """The new token's keys, values and queries: normalized, rotated, and brought to cache and attention."""
+
+    query: int  # address of [rows, heads, head_dim], written
+    key: int  # address of [rows, KV heads, head_dim], written
+    value: int  # the same
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    is_bfloat16: int
+    query_norm: int  # address of the weight [head_dim]; 0 for none
+    key_norm: int
+    epsilon: int  # bits of a float64
+    is_rotated: int
+    cosines: int  # address of [rows, head_dim]
+    sines: int
+    attention: int  # address of an `AttentionCall`
+    stored_key: int  # address of the new token's key of the first head in its block
+    stored_value: int
+
+
+class Gate(NamedTuple):
+    """The gated states of a feed-forward network, written over the gate, and the operand of the product with them."""
+
+    gate: int  # address of [rows, columns], written
+    up: int
+    columns: int
+    is_bfloat16: int
+    product: int  # address of a `Product`
+
+
+class ProductList(NamedTuple):
+    """Products that are made together: their parts follow each other."""
+
+    first: int  # address of the first `Product`
+    count: int
+
+
+PRODUCT_BYTES = 8 * len(Product._fields)
+
+
+@jit
+def take_norm(row, call):
+    given = call_at(call, Norm)
+    is_bfloat16 = given.is_bfloat16 != 0
+    offset, epsilon = row * given.columns * (2 if is_bfloat16 else 4), as_double(given.epsilon)
+    added = given.added + offset if given.added else 0
+    states, out = given.states + offset, given.out + offset
+    normalize(states, added, given.weight, epsilon, given.columns, is_bfloat16, out)
+    if given.product:
+        take_tokens(row, call_at(given.product, Product))
+
+
+@jit
+def take_row(row, call):
+    """Take a row as the operand of a product."""
+    take_tokens(row, call_at(call, Product))
+
+
+@jit
+def take_gated(row, call):
+    given = call_at(call, Gate)
+    is_bfloat16 = given.is_bfloat16 != 0
+    offset = row * given.columns * (2 if is_bfloat16 else 4)
+    write_gated(given.gate + offset, given.up + offset, is_bfloat16, given.columns, given.gate + offset)
+    take_tokens(row, call_at(given.product, Product))
+
+
+@jit
+def multiply(part, call):
+    """Make a part of a list of products."""
+    given = call_at(call, ProductList)
+    address = given.first
+    last = address + (given.count - 1) * PRODUCT_BYTES
+    while address < last and part >= call_at(address, Product).parts:
+        part -= call_at(address, Product).parts
+        address += PRODUCT_BYTES
+    multiply_part(part, call_at(address, Product))
+
+
+@jit
+def take_heads(head, call):
+    """Bring key and value of a KV head to the cache, and its queries to attention."""
+    given = call_at(call, Heads)
+    attention, scratch = call_at(given.attention, AttentionCall), call_at(given.attention + SCRATCH, Scratch)
+    row, dim, item = head // given.num_kv_heads, given.head_dim, 2 if given.is_bfloat16 else 4
+    key, value = given.key + head * dim * item, given.value + head * dim * item
+    _turn(key, row, given.key_norm, call)
+    scatter(key, dim, given.stored_key + head * dim * BLOCK * item, BLOCK * item, item)
+    scatter(value, dim, given.stored_value + head * BLOCK * attention.width * item, item, item)
+    for group in range(given.group):
+        _turn(given.query + (head * given.group + group) * dim * item, row, given.query_norm, call)
+    first = head * attention.rows_at_once
+    operand = scratch.operand + first * row_bytes(attention.operand_is_bfloat16, given.attention)
+    rotated = scratch.rotated + first * row_bytes(attention.rotated_is_bfloat16, given.attention)
+    take_rows(head, 0, attention.rows, operand, rotated, given.attention)
+
+
+@jit_inlined
+def _turn(head, row, weight, call):
+    """Normalize a head if the model does, and rotate it by the angles of its row's position."""
+    given = call_at(call, Heads)
+    dim, is_bfloat16 = given.head_dim, given.is_bfloat16 != 0
+    if weight:
+        normalize(head, 0, weight, as_double(given.epsilon), dim, is_bfloat16, head)
+    if given.is_rotated:
+        angles = row * dim * (2 if is_bfloat16 else 4)
+        embed_position(head, given.cosines + angles, given.sines + angles, dim, is_bfloat16)
+
+
+@jit
+def attend_in_codes(part, call):
+    """Attend to a part of the quantized blocks."""
+    attend_codes(part, call)
+
+
+@jit
+def attend_in_float32(part, call):
+    """Attend to a part of the blocks in full precision."""
+    attend_part(call_at(call, AttentionCall).quantized_parts + part, (np.float32(0), call))
+
+
+@jit
+def attend_in_bfloat16(part, call):
+    attend_part(call_at(call, AttentionCall).quantized_parts + part, (np.uint16(0), call))
+
+
+@jit
+def merge(head, call):
+    """Merge the results of a head."""
+    merge_head(head, call)

@@ -1,0 +1,197 @@
+"""
+Operations one after the other on threads that share their parts, inside one parallel region.
+
+All threads run through the same list and take parts from one counter. An operation ends when its parts are done, not
+when all threads have come: a thread without a processor holds up nothing but the part that it is in, and threads that
+come late find nothing left to do.
+
+The list is in memory, and functions are called by their addresses. So each is compiled once, and by itself.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .compiled import Kernel, Needed, jit, jit_function, taking_numbers
+from .intrinsics import call_at
+from .numbers_at import integers_at
+from .parallel import split_work, team_of_kernels, threads_of
+from .processor import has_feature
+from .vector_ir import CACHE_LINE, INT32, INT64
+
+# The counters of a list, each in a line of its own, and the address of a function that gives way to other threads.
+_NEXT, _DONE, _GIVE_WAY = (line * CACHE_LINE // 8 for line in range(3))
+# Looks, of some ten nanoseconds each, before a thread that waits gives way.
+_LOOKS = 2000
+
+
+class Operation(NamedTuple):
+    """
+    A call of `function(part, call)` for each of its parts.
+
+    Attributes:
+        function: address, see `address_of_kernel`.
+        call: address of what describes the operation.
+        parts: their number.
+        needs: number of parts, of the operations before it, that are done first.
+    """
+
+    function: int
+    call: int
+    parts: int
+    needs: int
+
+
+class Operations:
+    """
+    A list of operations.
+
+    Args:
+        operations: kernel and address of the call of each, in their order; none has any parts yet.
+        beside: indices of those that may run beside the one before.
+    """
+
+    def __init__(self, operations: Sequence[tuple[Kernel, int]], beside: Sequence[int] | np.ndarray = ()):
+        self._list = np.array([Operation(address_of_kernel(kernel), call, 0, 0) for kernel, call in operations])
+        self._beside = np.array(beside, np.int64)
+        self._counters = np.zeros(3 * CACHE_LINE // 8, np.int64)
+        self._counters[_GIVE_WAY] = _address_of_yield()
+        self._program = np.array([self._counters.ctypes.data, len(operations), self._list.ctypes.data])
+
+    def set_parts(self, indices: np.ndarray, parts: np.ndarray) -> None:
+        """Set the numbers of parts of some operations."""
+        numbers, needs = (self._list[:, Operation._fields.index(name)] for name in ("parts", "needs"))
+        numbers[indices] = parts
+        needs[1:] = np.cumsum(numbers[:-1])
+        needs[self._beside] = needs[self._beside - 1]
+
+    def run(self) -> None:
+        """Run all operations, on the threads that any kernel would have now."""
+        run_operations(team_of_kernels().address, self._program.ctypes.data)
+
+
+class _Program(NamedTuple):
+    counters: int
+    count: int
+    operations: int
+
+
+@jit
+def run_operations(team, program):
+    counters = integers_at(call_at(program, _Program).counters, _GIVE_WAY)
+    counters[_NEXT] = 0
+    counters[_DONE] = 0
+    split_work(team, threads_of(team), _take_parts, program)
+
+
+@jit_function
+def _take_parts(thread, program):
+    """Do the parts of all operations that no other thread takes."""
+    given, first = call_at(program, _Program), 0
+    taken = _count(given.counters + _NEXT * 8)
+    for index in range(given.count):
+        operation = call_at(given.operations + index * _OPERATION_BYTES, Operation)
+        end = first + operation.parts
+        if taken < end:
+            _wait(given.counters, operation.needs)
+        while taken < end:
+            _call(operation.function, taken - first, operation.call)
+            _count(given.counters + _DONE * 8)
+            taken = _count(given.counters + _NEXT * 8)
+        first = end
+
+
+_OPERATION_BYTES = 8 * len(Operation._fields)
+
+
+@cache
+def address_of_kernel(kernel: Kernel) -> int:
+    """The address of a kernel that takes two integers, compiled now if it is not."""
+    given = taking_numbers(kernel)
+    kernel.compile(given)
+    compiled = kernel.overloads[given]
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return address
+
+
+def operation_kernels() -> list[Needed]:
+    """The kernel that runs a list of operations."""
+    return [(run_operations, taking_numbers(run_operations))]
+
+
+@cache
+def _address_of_yield() -> int:
+    """The address of `sched_yield`; 0 where there is none."""
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # Windows
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    return 0
+
+
+@intrinsic
+def _call(typing_context: Any, function: Any, part: Any, call: Any) -> Any:
+    """Call a kernel, which raises nothing, by its address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        function, part, call = arguments
+        kind = context.call_conv.get_function_type(types.none, (types.int64, types.int64))
+        with builder.goto_entry_block():
+            result, error = (builder.alloca(each.pointee) for each in kind.args[:2])
+        builder.call(builder.inttoptr(function, kind.as_pointer()), [result, error, part, call])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
+def _count(typing_context: Any, address: Any) -> Any:
+    """Add one to a number that threads share; return what it was. What was written before is seen by who sees this."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        place = builder.inttoptr(arguments[0], INT64.as_pointer())
+        return builder.atomic_rmw("add", place, INT64(1), "acq_rel")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _wait(typing_context: Any, counters: Any, least: Any) -> Any:
+    """Wait until at least so many parts are done."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        counters, least = arguments
+        done, give_way = (
+            builder.inttoptr(builder.add(counters, INT64(index * 8)), INT64.as_pointer())
+            for index in (_DONE, _GIVE_WAY)
+        )
+        give_way = builder.load(give_way)
+        before = builder.block
+        look, again, yielding, end = map(builder.append_basic_block, ("look", "again", "yielding", "end"))
+        builder.branch(look)
+        builder.position_at_end(look)
+        looks = builder.phi(INT64)
+        count = builder.load_atomic(done, "acquire", 8)
+        builder.cbranch(builder.icmp_signed(">=", count, least), end, again)
+        builder.position_at_end(again)
+        if has_feature(context, "sse2"):
+            vec.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        following = builder.add(looks, INT64(1))
+        is_long = builder.icmp_signed(">=", following, INT64(_LOOKS))
+        gives_way = builder.and_(is_long, builder.icmp_signed("!=", give_way, INT64(0)))
+        builder.cbranch(gives_way, yielding, look)
+        builder.position_at_end(yielding)
+        builder.call(builder.inttoptr(give_way, ir.FunctionType(INT32, []).as_pointer()), [])
+        builder.branch(look)
+        for value, block in ((INT64(0), before), (following, again), (following, yielding)):
+            looks.add_incoming(value, block)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

@@ -1,0 +1,82 @@
+"""A model whose steps are fused beside a copy that runs its own forward, each with a cache."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from decode_step.test_known_models import KNOWN, made
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax, quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
+
+from models.tiny_models import random_prompt
+
+CACHES: dict[str, Callable[[Any], HybridCache]] = {
+    "full precision": DynamicHybridCache,
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+    "4 bits": lambda config: QuantizedHybridCache(config, bits=4),
+    "4 bits, not rotated": lambda config: HybridCache(config, codec=minmax(4, rotate=False)),
+    "2 bits, not rotated": lambda config: HybridCache(config, codec=minmax(2, rotate=False)),
+}
+MAY_END_FUSING = "a layer of the cache packs a block"
+FIRST_STEP = "several tokens come at once"
+
+
+def made_at_random(
+    family: str = "Llama", dtype: torch.dtype = torch.float32, bits: int | None = None, **settings: Any
+) -> Any:
+    """Make a model whose norms and biases are random, too."""
+    torch.manual_seed(0)
+    config = KNOWN[family]()
+    config.update(settings)
+    model = made(config, dtype=dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.3 * torch.randn_like(weight)
+    if bits is not None:
+        quantize_weights(model, bits=bits)
+    return model
+
+
+class Twins:
+    """A model whose steps are fused, a copy with its own forward, and a cache of each."""
+
+    def __init__(self, model: Any, make: Callable[[Any], HybridCache] = DynamicHybridCache, tolerance: float = 1e-4):
+        self.own_model = copy.deepcopy(model)
+        self.model, self.fused, self.tolerance = model, fuse_decode(model), tolerance
+        self.ours, self.own = make(model.config), make(model.config)
+
+    @torch.no_grad()
+    def forward(self, ids: torch.Tensor, **options: Any) -> None:
+        """Run both, which give the same logits."""
+        ours = self.model(ids, **cache_argument(self.ours), **options)
+        own = self.own_model(ids, **cache_argument(self.own), **options)
+        apart = (ours[0] - own[0]).abs().max() / own[0].abs().max()
+        assert apart <= self.tolerance, f"{apart:.1e} apart after {self.own.get_seq_length()} tokens"
+
+    def steps(self, number: int, seed: int = 0) -> int:
+        """Run steps with random tokens; return how many ran in one call."""
+        before, rows = self.fused.fused_steps, self.own.layers[0].batch
+        for token in random_prompt(rows, number, seed).split(1, dim=1):
+            self.forward(token)
+        return self.fused.fused_steps - before
+
+    def hold_the_same(self) -> bool:
+        """Whether both caches hold the same, but for some codes next to a border between two."""
+        lengths = {layer.get_seq_length() for cache in (self.ours, self.own) for layer in cache.layers}
+        for ours, own in zip(copy.deepcopy(self.ours).layers, copy.deepcopy(self.own).layers, strict=True):
+            if lengths != {0}:
+                for mine, theirs in ((ours.keys, own.keys), (ours.values, own.values)):
+                    scale = theirs.float().abs().max()
+                    far = (mine.float() - theirs.float()).abs() > self.tolerance * scale
+                    if mine.shape != theirs.shape or far.float().mean() > 0.01:
+                        return False
+        return len(lengths) == 1
+
+
+def only_packs(fused: FusedDecode) -> bool:
+    """Whether no step ran by the model's own forward but those that must."""
+    return set(fused.other_passes) <= {MAY_END_FUSING, FIRST_STEP}
