@@ -57,7 +57,9 @@ class WholeSteps:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that every layer holds."""
-        return self.stores[0].num_tokens
+        store = self._stores[0]()
+        assert store is not None
+        return store.num_tokens
 
     def are_of(self, cache: HybridCache) -> bool:
         """Return whether a step may follow in this cache, of which nothing but these steps has changed a layer."""

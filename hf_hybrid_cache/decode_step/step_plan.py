@@ -133,8 +133,8 @@ class StepPlan:
     def _address(self, module: nn.Module, name: str = "weight") -> int:
         """Return the address of a parameter, and note it."""
         tensor: Any = module._parameters[name]
-        self._weights.append((module._parameters, name, tensor, tensor.data_ptr()))
         address: int = tensor.data_ptr()
+        self._weights.append((module._parameters, name, tensor, address))
         return address
 
 

@@ -34,6 +34,7 @@ from ..vector.numbers_at import (
     as_double,
     as_number,
     bfloat16_at,
+    bits_of_double,
     floats_at,
     integers_at,
     load_numbers,
@@ -226,7 +227,7 @@ def _run(
         transposed=layout.transposed,
         rotation=layout.rotation,
         factors=factors.ctypes.data,
-        share=np.float64(share).view(np.int64),
+        share=bits_of_double(share),
         failure=failure.ctypes.data,
     )
     numbers = np.array(call, np.int64)

@@ -27,7 +27,7 @@ from ..vector import vector_ir as vec
 from ..vector.code_tiles import codes_in
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
 from ..vector.intrinsics import call_at, nearest
-from ..vector.numbers_at import Numbers, array_at, as_double, as_number, load_numbers, store_numbers
+from ..vector.numbers_at import Numbers, array_at, as_double, as_number, bits_of_double, load_numbers, store_numbers
 from ..vector.parallel import split_work, team_of_kernels
 from ..vector.vector_ir import CACHE_LINE, FLOATS, INT64, INTS, LANES, load_vectors, transposed
 from .blocks import extremes, put_codes
@@ -152,7 +152,7 @@ def _coding(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.
         panels=panels.ctypes.data + first * layout.panel_bytes,
         bits=layout.bits,
         group=layout.group,
-        factor=int(np.float64(factor).view(np.int64)),
+        factor=bits_of_double(factor),
     )
     return np.array(call, np.int64)
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from ..attention.attention_call import CALL_BYTES, AttentionCall
 from ..attention.workspace import Shape, Strided, Workspace, aligned_zeros, laid_out
-from ..vector.compiled import Kernel, Needed, taking_numbers
-from ..vector.operations import Operations, operation_kernels
+from ..vector.compiled import Kernel
+from ..vector.numbers_at import bits_of_double
+from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.vector_ir import BLOCK, LANES
 from ..weights.products import PANELS, Product, Products, Weights
@@ -159,7 +160,7 @@ class StepMemory:
         self._lists = np.array([[ProductList(each[first], count) for first, count in together] for each in product])
 
         def norm_of(added: int, weight: int, epsilon: float, out: int, product: int) -> Norm:
-            return Norm(states.given, added, weight, _bits(epsilon), columns, is_bfloat16, out, product)
+            return Norm(states.given, added, weight, bits_of_double(epsilon), columns, is_bfloat16, out, product)
 
         norms = []
         for n, layer in enumerate(layers):
@@ -171,7 +172,7 @@ class StepMemory:
         self._heads = np.array([
             Heads(
                 self._queries[n], at["k"], at["v"], shape.num_kv_heads, shape.group, dim, is_bfloat16,
-                layer.query_norm, layer.key_norm, _bits(layer.head_epsilon), layer.is_rotated, states.cosines,
+                layer.query_norm, layer.key_norm, bits_of_double(layer.head_epsilon), layer.is_rotated, states.cosines,
                 states.sines, self._calls[n].ctypes.data, stored_key=0, stored_value=0,
             )
             for n, layer in enumerate(layers)
@@ -232,13 +233,6 @@ class StepMemory:
         self._operations.run()
 
 
-def step_kernels(is_bfloat16: bool) -> list[Needed]:
-    """The kernels of a step over a cache in full precision or in codes, those that take longest to compile first."""
-    attend = attend_in_bfloat16 if is_bfloat16 else attend_in_float32
-    kernels = attend_in_codes, multiply, attend, take_heads, merge, take_norm, take_gated, take_row
-    return [*((kernel, taking_numbers(kernel)) for kernel in kernels), *operation_kernels()]
-
-
 def _operand_columns(weights: Weights) -> int:
     return weights.groups * weights.group if weights.kind == PANELS else weights.columns
 
@@ -248,8 +242,3 @@ def _parts(weights: Weights, threads: int) -> int:
     units = -(-weights.rows // LANES) if weights.kind == PANELS else weights.rows
     several = min(_PARTS_OF_THREAD * threads, weights.matrix_bytes // _LEAST_PART)
     return min(units, max(1, several, weights.matrix_bytes // _LARGEST_PART))
-
-
-def _bits(number: float) -> int:
-    """The bits of a float64."""
-    return int(np.float64(number).view(np.int64))

@@ -1,6 +1,5 @@
 """Hidden states of a token between two products: residuals, norms and rotary embedding, rounded as torch rounds."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numba.extending import intrinsic
 from ..vector import vector_ir as vec
 from ..vector.compiled import jit_function, jit_inlined
 from ..vector.numbers_at import Numbers, array_at, as_number, floats_at, load_numbers, rounded_to_upper_half
-from ..vector.vector_ir import FLOAT, INT64, LANES, load_vectors
+from ..vector.vector_ir import INT64, LANES, load_vectors
 
 
 @intrinsic
@@ -47,7 +46,7 @@ def add_up_squares(typing_context: Any, states: Any, added: Any, columns: Any, i
             [sums] = vec.loop(builder, vectors, [vec.floats(0.0)], square)
             return vec.total(builder, sums)
 
-        return _of_either_type(builder, is_bfloat16, run)
+        return vec.of_either_type(builder, is_bfloat16, run)
 
     return types.float32(*[types.int64] * 3, types.boolean), generate
 
@@ -66,37 +65,22 @@ def scale_states(
         states, factor, weight, columns, is_bfloat16, out = arguments
         factors = vec.splat(builder, factor)
 
-        def run(kind: Any) -> ir.Value:
+        def run(kind: Any) -> None:
             def step(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
                 offset = builder.mul(index, INT64(LANES * vec.ITEM_BYTES[kind]))
                 [numbers], [weights] = (
                     load_vectors(context, builder, kind, builder.add(start, offset), 1) for start in (states, weight)
                 )
-                scaled = builder.fmul(numbers, factors)
-                scaled = vec.as_bfloat16(builder, scaled) if kind == types.uint16 else scaled
+                scaled = vec.rounded_to(builder, builder.fmul(numbers, factors), kind)
                 vec.store_as(builder, builder.fmul(scaled, weights), kind, builder.add(out, offset))
                 return carried
 
             vec.loop(builder, builder.sdiv(columns, INT64(LANES)), [], step)
-            return FLOAT(0.0)
 
-        _of_either_type(builder, is_bfloat16, run)
+        vec.of_either_type(builder, is_bfloat16, run)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, *[types.int64] * 2, types.boolean, types.int64), generate
-
-
-def _of_either_type(builder: ir.IRBuilder, is_bfloat16: ir.Value, run: Callable[[Any], ir.Value]) -> ir.Value:
-    """Generate code by `run(kind)` for bfloat16 and for float32; one runs, and its result is returned."""
-    with builder.if_else(is_bfloat16) as (then, otherwise):
-        with then:
-            of_bfloat16, after = run(types.uint16), builder.block
-        with otherwise:
-            of_float32, after_else = run(types.float32), builder.block
-    result = builder.phi(FLOAT)
-    result.add_incoming(of_bfloat16, after)
-    result.add_incoming(of_float32, after_else)
-    return result
 
 
 @jit_inlined

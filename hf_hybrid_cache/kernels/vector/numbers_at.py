@@ -55,6 +55,11 @@ def as_double(bits):
     return np.int64(bits).view(np.float64)
 
 
+def bits_of_double(number: float) -> int:
+    """The bits by which a call holds a float64, see `as_double`."""
+    return int(np.float64(number).view(np.int64))
+
+
 @jit_function
 def bfloat16_at(address):
     """The bfloat16 at an address, as float32."""
@@ -116,11 +121,7 @@ def store_sixteen(typing_context: Any, given: Any, factor: Any, bias: Any, is_bf
         given, factor, bias, is_bfloat16, out = arguments
         given, bias = (vec.load(builder, each, FLOATS) for each in (given, bias))
         result = vec.multiply_add(builder, given, vec.splat(builder, factor), bias)
-        with builder.if_else(is_bfloat16) as (then, otherwise):
-            with then:
-                vec.store_as(builder, result, types.uint16, out)
-            with otherwise:
-                vec.store_as(builder, result, types.float32, out)
+        vec.of_either_type(builder, is_bfloat16, lambda kind: vec.store_as(builder, result, kind, out))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.boolean, types.int64), generate

@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .compiled import Kernel, Needed, jit, jit_function, taking_numbers
+from .compiled import Kernel, jit, jit_function, taking_numbers
 from .intrinsics import call_at
 from .numbers_at import integers_at
 from .parallel import split_work, team_of_kernels, threads_of
@@ -120,11 +120,6 @@ def address_of_kernel(kernel: Kernel) -> int:
     compiled = kernel.overloads[given]
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
     return address
-
-
-def operation_kernels() -> list[Needed]:
-    """The kernel that runs a list of operations."""
-    return [(run_operations, taking_numbers(run_operations))]
 
 
 @cache

@@ -278,10 +278,26 @@ def _bits_of_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
     return builder.select(is_number, rounded_to_bfloat16(builder, numbers), not_a_number)
 
 
-def as_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
-    """Sixteen floats, rounded to bfloat16."""
-    bits = builder.and_(_bits_of_bfloat16(builder, numbers), ints(0xFFFF0000))
-    return builder.bitcast(bits, FLOATS)
+def rounded_to(builder: ir.IRBuilder, numbers: ir.Value, dtype: Any) -> ir.Value:
+    """Sixteen floats, rounded to bfloat16 if `dtype` is uint16."""
+    if dtype != types.uint16:
+        return numbers
+    return builder.bitcast(builder.and_(_bits_of_bfloat16(builder, numbers), ints(0xFFFF0000)), FLOATS)
+
+
+def of_either_type(builder: ir.IRBuilder, is_bfloat16: ir.Value, run: Callable[[Any], Any]) -> Any:
+    """Generate code by `run(dtype)` for bfloat16 and for float32, of which one runs; what it returns, if anything."""
+    with builder.if_else(is_bfloat16) as (then, otherwise):
+        with then:
+            of_bfloat16, end_of_bfloat16 = run(types.uint16), builder.block
+        with otherwise:
+            of_float32, end_of_float32 = run(types.float32), builder.block
+    if of_bfloat16 is None:
+        return None
+    result = builder.phi(of_bfloat16.type)
+    result.add_incoming(of_bfloat16, end_of_bfloat16)
+    result.add_incoming(of_float32, end_of_float32)
+    return result
 
 
 def store_as(builder: ir.IRBuilder, numbers: ir.Value, dtype: Any, address: ir.Value) -> None:

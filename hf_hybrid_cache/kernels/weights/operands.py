@@ -51,7 +51,7 @@ def write_gated(typing_context: Any, gate: Any, up: Any, is_bfloat16: Any, colum
         gate_at, up_at, is_bfloat16, columns, out = arguments
         add, multiply = builder.add, builder.mul
 
-        def run(kind: Any, rounded: Callable[[ir.Value], ir.Value]) -> None:
+        def run(kind: Any) -> None:
             item = vec.ITEM_BYTES[kind]
 
             def step(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
@@ -62,17 +62,13 @@ def write_gated(typing_context: Any, gate: Any, up: Any, is_bfloat16: Any, colum
                 power = vec.exp2(context, builder, builder.fmul(size, vec.floats(-LOG2_E)), _DEGREE)
                 numerator = builder.select(builder.fcmp_ordered("<", gate, vec.floats(0.0)), power, vec.floats(1.0))
                 sigmoid = builder.fdiv(numerator, builder.fadd(power, vec.floats(1.0)))
-                gated = rounded(builder.fmul(gate, sigmoid))
+                gated = vec.rounded_to(builder, builder.fmul(gate, sigmoid), kind)
                 vec.store_as(builder, builder.fmul(gated, up), kind, add(out, offset))
                 return carried
 
             vec.loop(builder, builder.sdiv(add(columns, INT64(LANES - 1)), INT64(LANES)), [], step)
 
-        with builder.if_else(is_bfloat16) as (then, otherwise):
-            with then:
-                run(types.uint16, lambda numbers: vec.as_bfloat16(builder, numbers))
-            with otherwise:
-                run(types.float32, lambda numbers: numbers)
+        vec.of_either_type(builder, is_bfloat16, run)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.boolean, types.int64, types.int64), generate
@@ -179,18 +175,14 @@ def _of_either_kind(
 ) -> None:
     """Generate code by `run(load)` for bfloat16 and for float32 at the address `numbers`; one runs."""
 
-    def load_by(kind: Any, item: int) -> _Load:
+    def run_with(kind: Any) -> None:
         def load(index: ir.Value) -> ir.Value:
-            place = builder.add(numbers, builder.mul(index, INT64(LANES * item)))
+            place = builder.add(numbers, builder.mul(index, INT64(LANES * vec.ITEM_BYTES[kind])))
             return load_vectors(context, builder, kind, place, 1)[0]
 
-        return load
+        run(load)
 
-    with builder.if_else(is_bfloat16) as (then, otherwise):
-        with then:
-            run(load_by(types.uint16, 2))
-        with otherwise:
-            run(load_by(types.float32, 4))
+    vec.of_either_type(builder, is_bfloat16, run_with)
 
 
 def _largest(builder: ir.IRBuilder, load: _Load, vectors: ir.Value) -> tuple[ir.Value, ir.Value]:
