@@ -3,9 +3,10 @@ A decode step while other processes keep processors busy, with several settings 
 
 A thread of OpenMP that has done its share waits for the others by spinning, on a processor that the slowest may need.
 How long is set by GOMP_SPINCOUNT and OMP_WAIT_POLICY, which are read when the library is loaded. So each setting has a
-process of its own, with a few layers of Llama-3.2-1B's shape and a small vocabulary in bfloat16, caches of random keys
-and values, DynamicCache and DynamicHybridCache; and with weights, keys and values in 4 bits. They take turns: quiet,
-and beside other processes that count in a loop. Those whose turn it is not sleep.
+process of its own, with a model, or a few layers of Llama-3.2-1B's shape and a small vocabulary, in bfloat16, caches of
+random keys and values, DynamicCache and DynamicHybridCache; and with weights, keys and values in 4 bits, by the model's
+own forward and by `fuse_decode`. They take turns: quiet, and beside other processes that count in a loop. Those whose
+turn it is not sleep.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 import psutil
 
 from experiments.common import records
-from experiments.processes.told_decoder import DECODERS, DTYPE, VOCABULARY, ToldDecoder
+from experiments.processes.told_decoder import DECODERS, DTYPE, LLAMA_LAYERS, VOCABULARY, ToldDecoder
 
 DEFAULT = "default"
 # The baseline among `DECODERS`, which takes turns with the others in the same process.
@@ -102,14 +103,16 @@ def cells_of(samples: Samples) -> list[dict[str, Any]]:
 def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
     """Milliseconds of a step, a row for each setting, in columns by cache and number of busy processes."""
     columns = [(cache, number) for cache in cells[0]["median_seconds"] for number in busy]
-    lines = ["ms a step" + " " * 16 + "".join(f"{f'{cache}, {number} busy':>15}" for cache, number in columns)]
+    titles = [f"{cache}, {number} busy" for cache, number in columns]
+    width = max(15, 2 + max(map(len, titles)))
+    lines = ["ms a step" + " " * 16 + "".join(f"{title:>{width}}" for title in titles)]
     for setting in dict.fromkeys(cell["setting"] for cell in cells):
         of_setting = {cell["busy_processes"]: cell for cell in cells if cell["setting"] == setting}
         shown = (
             f"{1e3 * of_setting[number]['median_seconds'][cache]:.1f} ({of_setting[number]['times_quiet'][cache]:.1f}x)"
             for cache, number in columns
         )
-        lines.append(f"{setting:<25}" + "".join(f"{text:>15}" for text in shown))
+        lines.append(f"{setting:<25}" + "".join(f"{text:>{width}}" for text in shown))
     lines.append("In brackets: times as long as with the same setting when nothing else runs.")
     for cell in cells:
         shown = (f"{cache} {ratio:.2f}x" for cache, ratio in cell["times_stock"].items() if cache != STOCK)
@@ -124,7 +127,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the record (default: in results/busy_machine)")
     parser.add_argument("--settings", choices=SETTINGS, nargs="+", default=list(SETTINGS), help="besides the default")
     parser.add_argument("--busy", type=int, nargs="+", default=[1, 2], help="numbers of busy processes, besides none")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", default=LLAMA_LAYERS, help="a model by name (default: layers of Llama's shape)")
+    parser.add_argument("--layers", type=int, default=4, help="of Llama's shape (default: %(default)s)")
     parser.add_argument("--context", type=int, default=8192, help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="timed in each turn with each cache")
@@ -134,15 +138,15 @@ def main() -> None:
     with ExitStack() as stack:
         decoders = {}
         for name in chosen:
-            decoder = ToldDecoder(SETTINGS[name], arguments.layers, arguments.context)
+            decoder = ToldDecoder(SETTINGS[name], arguments.model, arguments.layers, arguments.context)
             decoders[name] = stack.enter_context(closing(decoder))
             print(f"{name}: threads of {', '.join(f'{place} {number}' for place, number in decoder.threads.items())}")
         threads = {name: decoder.threads for name, decoder in decoders.items()}
         cells = cells_of(measure(decoders, busy, arguments.rounds, arguments.steps))
     print(table(cells, busy))
     record = {
-        "layers": arguments.layers,
-        "vocabulary": VOCABULARY,
+        "model": arguments.model,
+        **({"layers": arguments.layers, "vocabulary": VOCABULARY} if arguments.model == LLAMA_LAYERS else {}),
         "dtype": str(DTYPE),
         "context_tokens": arguments.context,
         "prefill": "synthetic",

@@ -20,15 +20,17 @@ from experiments.common.decoding import GreedyDecoder
 from experiments.common.records import RESULTS
 from experiments.common.synthetic import CACHES, fill, llama_1b_config
 from experiments.common.timing import seconds_of
-from hf_hybrid_cache import QuantizedHybridCache, get_num_threads, quantize_weights
+from hf_hybrid_cache import QuantizedHybridCache, fuse_decode, get_num_threads, quantize_weights
+from hf_hybrid_cache.models import load
 from hf_hybrid_cache.models.random_weights import random_llama
 
 DTYPE = torch.bfloat16
 # A small vocabulary: with all of Llama 3.2-1B's, the output layer would take more time than a few layers.
 VOCABULARY = 4096
-IN_4_BITS = "4 bits"
+LLAMA_LAYERS = "llama-layers"
+IN_4_BITS, IN_ONE_CALL = "4 bits", "4 bits, in one call"
 # The decoders: each cache with the model's own weights, and ours with weights, keys and values quantized.
-DECODERS = (*CACHES, IN_4_BITS)
+DECODERS = (*CACHES, IN_4_BITS, IN_ONE_CALL)
 # Variables that each process gets anew, whatever the experiment was started with.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
 
@@ -39,6 +41,7 @@ class ToldDecoder:
 
     Args:
         settings: of the environment, in the place of all of `VARIABLES`.
+        model: `LLAMA_LAYERS`, or the name of a model.
         layers: of Llama 3.2-1B's shape.
         context: tokens in each cache, random keys and values.
 
@@ -46,10 +49,10 @@ class ToldDecoder:
         threads: how many torch and the kernels use there, by "torch" and "kernels".
     """
 
-    def __init__(self, settings: Mapping[str, str], layers: int, context: int):
+    def __init__(self, settings: Mapping[str, str], model: str, layers: int, context: int):
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(layers), str(context)],
+            [sys.executable, "-m", __name__, model, str(layers), str(context)],
             cwd=RESULTS.parent,
             env=environment | dict(settings),
             stdin=subprocess.PIPE,
@@ -78,20 +81,29 @@ class ToldDecoder:
 
 
 def main() -> None:
-    layers, context = map(int, sys.argv[1:])
+    name, layers, context = sys.argv[1], *map(int, sys.argv[2:])
     warnings.filterwarnings("ignore", "Decode steps take")  # slow steps are what is measured
-    config = llama_1b_config(layers)
-    config.vocab_size = VOCABULARY
-    model = random_llama(config, DTYPE)
+    if name == LLAMA_LAYERS:
+        config: Any = llama_1b_config(layers)
+        config.vocab_size = VOCABULARY
+        model: Any = random_llama(config, DTYPE)
+    else:
+        model, _ = load(name, DTYPE, torch.device("cpu"))
+        config = model.config
     quantized = copy.deepcopy(model)
     quantize_weights(quantized, 4)
+    in_one_call = copy.deepcopy(quantized)
+    fused = fuse_decode(in_one_call)
     pairs = {name: (model, make(config)) for name, make in CACHES.items()}
-    pairs[IN_4_BITS] = quantized, QuantizedHybridCache(config, bits=4)
+    pairs |= {IN_4_BITS: (quantized, QuantizedHybridCache(config, bits=4))}
+    pairs |= {IN_ONE_CALL: (in_one_call, QuantizedHybridCache(config, bits=4))}
     decoders = {}
     for name, (decoding, cache) in pairs.items():
         fill(cache, config, context, DTYPE)
         decoders[name] = GreedyDecoder(decoding, cache)
         decoders[name].step()  # compiles
+    if fused.fused_steps != 1:
+        raise RuntimeError(f"No step ran in one call: {fused}")
     print(json.dumps({"torch": torch.get_num_threads(), "kernels": get_num_threads()}), flush=True)
     for line in sys.stdin:
         samples = {}

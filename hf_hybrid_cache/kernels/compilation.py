@@ -77,7 +77,7 @@ def _needed(element: np.dtype, is_quantized: bool) -> list[Needed]:
         needed += prefill_kernels(element)
     needed += attention_kernels(element)
     if is_quantized:
-        needed += quantized_attention_kernels(element)
+        needed += quantized_attention_kernels()
     return needed
 
 

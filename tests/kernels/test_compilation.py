@@ -110,7 +110,7 @@ def add_up_experts(storage: str) -> None:
 Ahead = Callable[[np.dtype], list[Needed]]
 FAMILIES: dict[str, tuple[Ahead, Callable[[str], None], list[str]]] = {
     "attention": (attention_kernels, attend, list(NAMES)),
-    "attention to codes": (quantized_attention_kernels, attend_quantized, list(NAMES)),
+    "attention to codes": (lambda _: quantized_attention_kernels(), attend_quantized, list(NAMES)),
     "attention of many queries": (prefill_kernels, attend_many, list(NAMES)),
     "codes": (lambda _: coding_kernels(), code, ["float32", "bfloat16"]),
     "quantized weights": (lambda _: panel_kernels(), quantize_loaded, ["float32", "bfloat16"]),

@@ -203,14 +203,14 @@ def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path
 COMPILE_ON_TWO_CORES = """
 import numpy as np
 from hf_hybrid_cache.kernels import compile_and_wait
-from hf_hybrid_cache.kernels.attention.attention import attend
-from hf_hybrid_cache.kernels.attention.codes import attend_quantized
+from hf_hybrid_cache.kernels.attention.attention import merge_head
+from hf_hybrid_cache.kernels.attention.codes import attend_codes
 
 waits = []
 compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))
 assert waits == [1]
-assert (sum(attend.stats.cache_misses.values()), sum(attend_quantized.stats.cache_misses.values())) == (0, 1)
-assert sum(attend.stats.cache_hits.values()) == 1
+assert (sum(merge_head.stats.cache_misses.values()), sum(attend_codes.stats.cache_misses.values())) == (0, 1)
+assert sum(merge_head.stats.cache_hits.values()) == 1
 """
 
 

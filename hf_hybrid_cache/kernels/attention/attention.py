@@ -1,7 +1,7 @@
 """
-Attention of a few queries over blocks in full precision in host memory.
+Attention of a few queries over blocks in full precision in host memory, in operations on an `AttentionCall`.
 
-The kernel makes one pass with a running maximum (arXiv:1805.02867). Parts split the work over tokens as well as heads
+It makes one pass with a running maximum (arXiv:1805.02867). Parts split the work over tokens as well as heads
 (Flash-Decoding); their partial results are merged by log-sum-exp in float64. Each key and value is read once, whatever
 the number of query heads.
 """
@@ -9,55 +9,67 @@ the number of query heads.
 import numba
 import numpy as np
 
-from ..vector.compiled import Needed, jit, jit_function, jit_inlined
+from ..vector.compiled import Kernel, Needed, jit, jit_function, jit_inlined, taking_numbers
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import floats_at
-from ..vector.parallel import split_work
 from ..vector.tiles import ROWS, score, score_bfloat16, softmax_tile, weigh
 from ..vector.vector_ir import BLOCK
 from .attention_call import (
     SCRATCH,
     AttentionCall,
     Scratch,
-    argument_types,
     factor_of,
     mask_tile,
     merge_rows,
     reset_rows,
     row_bytes,
-    take_arrays,
     take_rows,
 )
 
 
 @jit
-def attend(team, address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
-    """Attend as an `AttentionCall` says, to blocks in host memory, on several threads as `split_work` says."""
-    take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix)
-    call = call_at(address, AttentionCall)
-    take_queries(address)
-    split_work(team, call.parts, attend_part, (keys.dtype.type(0), address))
-    split_work(team, call.heads, merge_head, address)
-
-
-@jit_function
-def take_queries(address):
-    """Write the queries to the rows of their KV heads."""
+def take_queries(head, address):
+    """Write the queries of a KV head to its rows."""
     call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
-    for head in range(call.heads):
-        row = head * call.rows_at_once
-        operand = scratch.operand + row * row_bytes(call.operand_is_bfloat16, address)
-        rotated = scratch.rotated + row * row_bytes(call.rotated_is_bfloat16, address)
-        take_rows(head, 0, call.rows, operand, rotated, address)
+    row = head * call.rows_at_once
+    operand = scratch.operand + row * row_bytes(call.operand_is_bfloat16, address)
+    rotated = scratch.rotated + row * row_bytes(call.rotated_is_bfloat16, address)
+    take_rows(head, 0, call.rows, operand, rotated, address)
+
+
+@jit
+def attend_float32(part, address):
+    """Attend to a part of the blocks in full precision."""
+    _attend_part(np.float32(0), part, address)
+
+
+@jit
+def attend_bfloat16(part, address):
+    """Attend to a part of the blocks in bfloat16."""
+    _attend_part(np.uint16(0), part, address)
+
+
+@jit
+def attend_float16(part, address):
+    """Attend to a part of the blocks in half precision."""
+    _attend_part(np.int16(0), part, address)
+
+
+# By the type of the blocks.
+ATTEND: dict[np.dtype, Kernel] = {
+    np.dtype(np.float32): attend_float32,
+    np.dtype(np.uint16): attend_bfloat16,
+    np.dtype(np.int16): attend_float16,
+}
 
 
 @jit_function
-def attend_part(part, work):
-    """Attend to a part's blocks in full precision, in the order of memory: all heads of a block before the next one."""
-    element, address = work
+def _attend_part(element, part, address):
+    """Attend to a part's blocks, in the order of memory: all heads of a block before the next one."""
     call = call_at(address, AttentionCall)
     blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.quantized_blocks
-    items = share(part - call.quantized_parts, call.parts - call.quantized_parts, blocks * call.heads)
+    items = share(part, call.parts - call.quantized_parts, blocks * call.heads)
+    part += call.quantized_parts
     start_part(part, items, address)
     for item in items:
         block = item // call.heads
@@ -116,7 +128,7 @@ def _attend_block(element, part, item, head, start, address):
         weigh(element, scores, values, tokens, call.width, corrections, partial, keys + call.key_bytes)
 
 
-@jit_function
+@jit
 def merge_head(head, address):
     """Write the results of a head's rows from all parts."""
     call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
@@ -126,5 +138,5 @@ def merge_head(head, address):
 
 
 def attention_kernels(element: np.dtype) -> list[Needed]:
-    """The kernel that attends to blocks of `element`."""
-    return [(attend, argument_types(element))]
+    """The kernels by which few queries attend to blocks of `element`."""
+    return [(kernel, taking_numbers(kernel)) for kernel in (take_queries, ATTEND[element], merge_head)]

@@ -1,11 +1,10 @@
 """A call of attention: its description, the rows of queries, the mask, and the merge of results."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import float32, int64, uint8
 
 from ..vector.compiled import jit_function, jit_inlined
 from ..vector.intrinsics import call_at
@@ -35,7 +34,7 @@ class AttentionCall(NamedTuple):
     head `g`. Names with `_of_` are strides in bytes; those of masks are 0 along an axis that has one mask for all.
     """
 
-    # Written by the kernel, from its arguments, see `take_arrays`:
+    # Of each call:
     keys: int  # address of blocks in full precision [blocks, heads, key_dim, BLOCK]
     values: int  # the same [blocks, heads, BLOCK, width]
     key_bytes: int  # of one block
@@ -44,7 +43,6 @@ class AttentionCall(NamedTuple):
     packed_values: int
     query_factors: int  # address of float32 [num_kv_heads, key_dim], for quantized keys; 0 for none
     rotation_matrix: int  # address of float32 [num_kv_heads, value_dim, value_dim], of quantized values; 0 for none
-    # Of each call:
     query: int  # address of [batch, query heads, query_length, key_dim], the last axis contiguous
     query_of_sequence: int
     query_of_head: int
@@ -134,23 +132,6 @@ SCRATCH = 8 * len(AttentionCall._fields)
 KEYS = SCRATCH + 8 * len(Scratch._fields)
 VALUES = KEYS + 8 * len(Form._fields)
 CALL_BYTES = VALUES + 8 * len(Form._fields)
-
-
-@jit_inlined
-def take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
-    """Write the addresses of a kernel's arrays to its call; NumPy takes longer to tell them than all else in Python."""
-    numbers = integers_at(address, 8)
-    numbers[0], numbers[1] = keys.ctypes.data, values.ctypes.data
-    numbers[2], numbers[3] = keys.strides[1], values.strides[1]
-    numbers[4], numbers[5] = packed_keys.ctypes.data, packed_values.ctypes.data
-    numbers[6] = query_factors.ctypes.data if query_factors.size else 0
-    numbers[7] = rotation_matrix.ctypes.data if rotation_matrix.size else 0
-
-
-def argument_types(element: np.dtype) -> tuple[Any, ...]:
-    """The types of the arguments of each kernel of attention to blocks of `element`."""
-    blocks, packed = numba.from_dtype(element)[:, :, :, ::1], uint8[:, :, ::1]
-    return int64, int64, blocks, blocks, packed, packed, float32[:, ::1], float32[:, :, ::1]
 
 
 @jit_inlined

@@ -6,16 +6,14 @@ processor then works on the others while a step of one waits for the step before
 """
 
 import numba
-import numpy as np
 
 from ..vector.code_tiles import MOST_BITS_OF_QUADS, score_codes, weigh_codes
-from ..vector.compiled import Needed, jit, jit_function, jit_inlined
+from ..vector.compiled import Needed, jit, jit_function, jit_inlined, taking_numbers
 from ..vector.intrinsics import call_at, prefetch_lines
 from ..vector.numbers_at import integers_at
-from ..vector.parallel import split_work
 from ..vector.tiles import ROWS, softmax_codes
 from ..vector.vector_ir import BLOCK, CACHE_LINE
-from .attention import attend_part, has_mask, merge_head, share, start_part, take_queries
+from .attention import has_mask, share, start_part
 from .attention_call import (
     KEYS,
     SCRATCH,
@@ -23,10 +21,8 @@ from .attention_call import (
     AttentionCall,
     Form,
     Scratch,
-    argument_types,
     factor_of,
     mask_tile,
-    take_arrays,
 )
 from .folding import fold_rows
 
@@ -40,25 +36,6 @@ _LINE_SCALES = CACHE_LINE // 2  # bfloat16 scales in a cache line
 
 
 @jit
-def attend_quantized(team, address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
-    """Attend as an `AttentionCall` says, to codes and blocks in full precision, on several threads."""
-    take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix)
-    call = call_at(address, AttentionCall)
-    take_queries(address)
-    split_work(team, call.parts, _attend_part, (keys.dtype.type(0), address))
-    split_work(team, call.heads, merge_head, address)
-
-
-@jit_function
-def _attend_part(part, work):
-    """Attend to a part's blocks, all quantized or all in full precision."""
-    if part >= call_at(work[1], AttentionCall).quantized_parts:
-        attend_part(part, work)
-    else:
-        attend_codes(part, work[1])
-
-
-@jit_function
 def attend_codes(part, address):
     """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
     call, memory = call_at(address, AttentionCall), part * call_at(address + SCRATCH, Scratch).part_bytes
@@ -180,6 +157,6 @@ def _add_values(count, row, group, memory, address):
         )  # fmt: skip
 
 
-def quantized_attention_kernels(element: np.dtype) -> list[Needed]:
-    """The kernel that attends to quantized blocks beside blocks of `element`."""
-    return [(attend_quantized, argument_types(element))]
+def quantized_attention_kernels() -> list[Needed]:
+    """The kernel by which few queries attend to quantized blocks."""
+    return [(attend_codes, taking_numbers(attend_codes))]

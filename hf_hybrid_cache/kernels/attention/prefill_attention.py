@@ -31,24 +31,21 @@ from .attention_call import (
     AttentionCall,
     Form,
     Scratch,
-    argument_types,
     factor_of,
     mask_tile,
     merge_rows,
     place_of,
     reset_rows,
     row_bytes,
-    take_arrays,
     take_rows,
 )
 from .block_operands import dequantized, unpacked_or_packed
 
 
 @jit
-def attend_prefill(team, address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix):
-    """Attend as an `AttentionCall` says, to blocks in host memory, on several threads as `split_work` says."""
-    take_arrays(address, keys, values, packed_keys, packed_values, query_factors, rotation_matrix)
-    split_work_to(team, call_at(address, AttentionCall).parts, _attend_part, (keys.dtype.type(0), address))
+def attend_prefill(team, address, element):
+    """Attend as an `AttentionCall` says to blocks of the type of `element`, on several threads, see `split_work`."""
+    split_work_to(team, call_at(address, AttentionCall).parts, _attend_part, (element, address))
 
 
 @jit_function
@@ -161,4 +158,4 @@ def _borders(ranges):
 
 def prefill_kernels(element: np.dtype) -> list[Needed]:
     """The kernel by which many queries attend to blocks of `element` and to quantized blocks beside them."""
-    return [(attend_prefill, argument_types(element))]
+    return [(attend_prefill, (numba.int64, numba.int64, numba.from_dtype(element)))]

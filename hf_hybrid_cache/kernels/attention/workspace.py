@@ -10,13 +10,14 @@ import numpy as np
 
 from ..forms.blocks import PackedLayout, value_width
 from ..vector.code_tiles import MOST_BITS_OF_QUADS
+from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kernels
 from ..vector.tiles import ROWS
 from ..vector.vector_ir import BLOCK, CACHE_LINE, LOG2_E
-from .attention import attend
+from .attention import ATTEND, merge_head, take_queries
 from .attention_call import CALL_BYTES, KEYS, SCRATCH, AttentionCall, Form, Scratch
-from .codes import BLOCKS_AT_ONCE, BLOCKS_BYTES, attend_quantized
+from .codes import BLOCKS_AT_ONCE, BLOCKS_BYTES, attend_codes
 from .prefill_attention import attend_prefill
 
 # float32 sums over more blocks would lose digits; the sums of parts are added in float64.
@@ -30,10 +31,8 @@ _MOST_ROWS, _FEWEST_ROWS = 256, 32
 # Several parts of many queries for each thread, so that threads end at about the same time.
 _PARTS_OF_A_THREAD = 4
 
-_OF_EACH_CALL = struct.Struct("@12qd6q")  # the fields from `query` to `quantized_parts`; the factor is a float64
-_QUERY, _SEEN, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("query", "seen", "heads"))
-_NO_PACKED, _NO_FACTORS = np.empty((0, 0, 0), np.uint8), np.empty((0, 0), np.float32)
-_NO_MATRIX = np.empty((0, 0, 0), np.float32)
+_OF_EACH_CALL = struct.Struct("@20qd6q")  # the fields up to `quantized_parts`; the factor is a float64
+_SEEN, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("seen", "heads"))
 
 
 class Shape(NamedTuple):
@@ -157,6 +156,8 @@ class _Calls:
         query: Strided,
         out: Strided,
         lse: int,
+        keys: np.ndarray,
+        values: np.ndarray,
         num_tokens: int,
         scale: float,
         operand_is_bfloat16: bool,
@@ -168,18 +169,21 @@ class _Calls:
         visible: np.ndarray | None,
         bias: np.ndarray | None,
     ) -> None:
-        """Write all of a call but the addresses of its blocks; `attend_many` describes the arguments."""
-        first, num_blocks = 0, 0
+        """Write a call; `attend_many` describes the arguments."""
+        first, num_blocks, of_codes = 0, 0, [0] * 4
         if quantized is not None:
             first, num_blocks = quantized.first, quantized.num_blocks
+            arrays = quantized.keys, quantized.values, quantized.query_factors, quantized.rotation_matrix
+            of_codes = [0 if array is None else array.ctypes.data for array in arrays]
             forms = quantized.key_layout, quantized.value_layout, uses_integer_kernels()
             if forms != self._forms:
                 self._forms = ()
                 self._write(KEYS, *_form(forms[0], forms[2], 127), *_form(forms[1], forms[2], 255))
                 self._forms = forms
         _OF_EACH_CALL.pack_into(
-            self._buffer, _QUERY, *query, *out, lse, num_tokens, scale * LOG2_E, operand_is_bfloat16,
-            rotated_is_bfloat16, first, num_blocks, parts, quantized_parts,
+            self._buffer, 0, keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], *of_codes,
+            *query, *out, lse, num_tokens, scale * LOG2_E, operand_is_bfloat16, rotated_is_bfloat16, first, num_blocks,
+            parts, quantized_parts,
         )  # fmt: skip
         is_masked = seen is not None or visible is not None or bias is not None
         if is_masked or self._is_masked:
@@ -187,34 +191,15 @@ class _Calls:
             self._write(_SEEN, *_mask(seen), *_mask(visible), *_mask(bias))
             self._is_masked = is_masked
 
-    def run(self, kernel: Any, keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> None:
-        """Run a kernel with the call that was described last."""
-        kernel(team_of_kernels().address, self.address, *_arrays(keys, values, quantized))
-
-    def written(self, keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> np.ndarray:
-        """Return the call that was described last, with the addresses that kernels of one call write themselves."""
-        call = self._numbers.copy()
-        keys, values, packed_keys, packed_values, factors, matrix = _arrays(keys, values, quantized)
-        call[:8] = (
-            keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], packed_keys.ctypes.data,
-            packed_values.ctypes.data, factors.ctypes.data if factors.size else 0,
-            matrix.ctypes.data if matrix.size else 0,
-        )  # fmt: skip
-        return call
+    @property
+    def written(self) -> np.ndarray:
+        """A copy of the call that was described last."""
+        return self._numbers.copy()
 
     def with_scratch(self, calls: np.ndarray) -> np.ndarray:
         """Let calls that were described, one in each row, have the scratch memory of now."""
         calls[:, SCRATCH // 8 : KEYS // 8] = self._numbers[SCRATCH // 8 : KEYS // 8]
         return calls
-
-
-def _arrays(keys: np.ndarray, values: np.ndarray, quantized: QuantizedBlocks | None) -> tuple[np.ndarray, ...]:
-    """The arrays of a call, as kernels take them."""
-    if quantized is None:
-        return keys, values, _NO_PACKED, _NO_PACKED, _NO_FACTORS, _NO_MATRIX
-    factors, matrix = quantized.query_factors, quantized.rotation_matrix
-    factors, matrix = _NO_FACTORS if factors is None else factors, _NO_MATRIX if matrix is None else matrix
-    return keys, values, quantized.keys, quantized.values, factors, matrix
 
 
 class Workspace:
@@ -247,6 +232,8 @@ class Workspace:
         sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
         shared = {"operand": of_rows * inner, "rotated": of_rows * inner}
         self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
+        # By the type of the blocks, and whether some are quantized.
+        self._operations: dict[tuple[np.dtype, bool], Operations] = {}
 
     def attend(
         self,
@@ -277,9 +264,19 @@ class Workspace:
                 gap.
             out: where to write the output instead of `out` of the workspace.
         """
-        self._describe(query, keys, num_tokens, scale, visible, bias, quantized, self._out if out is None else out)
-        has_codes = quantized is not None and quantized.num_blocks > 0
-        self._calls.run(attend_quantized if has_codes else attend, keys, values, quantized)
+        out = self._out if out is None else out
+        parts, quantized_parts = self._describe(query, keys, values, num_tokens, scale, visible, bias, quantized, out)
+        kind = keys.dtype, quantized_parts > 0
+        if kind not in self._operations:
+            self._operations[kind] = self._made_operations(*kind)
+        in_codes = [quantized_parts] if quantized_parts else []
+        operations = self._operations[kind]
+        operations.set_parts([self._heads, *in_codes, parts - quantized_parts, self._heads])
+        operations.run()
+
+    def _made_operations(self, element: np.dtype, has_codes: bool) -> Operations:
+        kernels = [take_queries, *([attend_codes] if has_codes else []), ATTEND[element], merge_head]
+        return Operations([(kernel, self._calls.address) for kernel in kernels], beside=[2] if has_codes else [])
 
     def descriptions(
         self,
@@ -303,29 +300,32 @@ class Workspace:
         """
         calls = []
         for keys, values, num_tokens, quantized in layers:
-            self._describe(query, keys, num_tokens, scale, None, None, quantized, out)
-            calls.append(self._calls.written(keys, values, quantized))
+            self._describe(query, keys, values, num_tokens, scale, None, None, quantized, out)
+            calls.append(self._calls.written)
         return self._calls.with_scratch(np.stack(calls))
 
     def _describe(
         self,
         query: Strided,
         keys: np.ndarray,
+        values: np.ndarray,
         num_tokens: int,
         scale: float,
         visible: np.ndarray | None,
         bias: np.ndarray | None,
         quantized: QuantizedBlocks | None,
         out: Strided,
-    ) -> None:
+    ) -> tuple[int, int]:
+        """Write a call; return the number of its parts, and how many of them are of quantized blocks."""
         quantized_blocks = 0 if quantized is None else quantized.num_blocks
         quantized_parts = parts_of(quantized_blocks, self._heads) if quantized_blocks else 0
         parts = quantized_parts + parts_of(-(-num_tokens // BLOCK) - quantized_blocks, self._heads)
         self._calls.reserve(parts)
         self._calls.describe(
-            query, out, self._lse, num_tokens, scale, self._multiplies_bfloat16(query, keys), False, quantized, parts,
-            quantized_parts, None, visible, bias,
+            query, out, self._lse, keys, values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False,
+            quantized, parts, quantized_parts, None, visible, bias,
         )  # fmt: skip
+        return parts, quantized_parts
 
     def _multiplies_bfloat16(self, query: Strided, keys: np.ndarray) -> bool:
         """
@@ -419,10 +419,10 @@ def attend_many(
     calls.reserve(threads)
     is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
     calls.describe(
-        query, out, lse.ctypes.data, num_tokens, float(scale), is_packed, is_packed, quantized,
+        query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed, quantized,
         -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
     )  # fmt: skip
-    calls.run(attend_prefill, keys, values, quantized)
+    attend_prefill(team_of_kernels().address, calls.address, keys.dtype.type(0))
     _kept[:] = [((shape, rows_at_once), calls)]
 
 

@@ -5,29 +5,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..attention.attention import ATTEND, merge_head
 from ..attention.attention_call import CALL_BYTES, AttentionCall
+from ..attention.codes import attend_codes
 from ..attention.workspace import Shape, Strided, Workspace, aligned_zeros, laid_out
 from ..vector.compiled import Kernel
 from ..vector.numbers_at import bits_of_double
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.vector_ir import BLOCK, LANES
-from ..weights.products import PANELS, Product, Products, Weights
+from ..weights.products import PANELS, Product, Products, Weights, take_tokens
 from .step import (
     PRODUCT_BYTES,
     Gate,
     Heads,
     Norm,
     ProductList,
-    attend_in_bfloat16,
-    attend_in_codes,
-    attend_in_float32,
-    merge,
     multiply,
     take_gated,
     take_heads,
     take_norm,
-    take_row,
 )
 
 # The projections of a layer, in the order of `LayerWeights`.
@@ -123,7 +120,7 @@ class StepMemory:
         query_bytes = rows * widths.pop("q") * item
         widths |= {"normed": columns, "attended": num_heads * dim, "added": columns}
         sizes = {name: rows * width * item for name, width in widths.items()}
-        sizes |= {"operand": 4 * rows * max(map(_operand_columns, all_weights))}
+        sizes |= {"operand": 4 * rows * max(each.operand_columns for each in all_weights)}
         sizes |= {name: 4 * rows * max(each.groups for each in all_weights) for name in ("steps", "sums")}
         offsets, num_bytes = laid_out(sizes)
         self._memory = aligned_zeros(num_bytes)
@@ -182,7 +179,7 @@ class StepMemory:
 
     def _listed(self, rows: int, heads: int, is_bfloat16: bool) -> Operations:
         """The list of operations; those of attention get their parts with the blocks of a cache."""
-        attend = attend_in_bfloat16 if is_bfloat16 else attend_in_float32
+        attend = ATTEND[np.dtype(np.uint16 if is_bfloat16 else np.float32)]
         of_projections = self._products[:, :, Product._fields.index("parts")]
         operations: list[tuple[Kernel, np.ndarray]] = []
         parts: list[int] = []
@@ -191,10 +188,10 @@ class StepMemory:
                 (take_norm, self._norms[2 * n]),
                 (multiply, self._lists[n, 0]),
                 (take_heads, self._heads[n]),
-                (attend_in_codes, self._calls[n]),
+                (attend_codes, self._calls[n]),
                 (attend, self._calls[n]),
-                (merge, self._calls[n]),
-                (take_row, self._products[n, 3]),
+                (merge_head, self._calls[n]),
+                (take_tokens, self._products[n, 3]),
                 (multiply, self._lists[n, 1]),
                 (take_norm, self._norms[2 * n + 1]),
                 (multiply, self._lists[n, 2]),
@@ -203,11 +200,10 @@ class StepMemory:
             ]
             parts += [rows, q + k + v, heads, 0, 0, heads, rows, o, rows, gate + up, rows, down]
         operations.append((take_norm, self._norms[-1]))
-        in_codes = [index for index, (kernel, _) in enumerate(operations) if kernel is attend_in_codes]
+        self._parts = np.array([*parts, rows])
+        in_codes = [index for index, (kernel, _) in enumerate(operations) if kernel is attend_codes]
         self._in_codes = np.array(in_codes)
-        result = Operations([(kernel, call.ctypes.data) for kernel, call in operations], beside=self._in_codes + 1)
-        result.set_parts(np.arange(len(operations)), np.array([*parts, rows]))
-        return result
+        return Operations([(kernel, call.ctypes.data) for kernel, call in operations], beside=self._in_codes + 1)
 
     def take_blocks(self, layers: Iterable[LayerBlocks]) -> None:
         """Take the layers of a cache for the next step."""
@@ -220,8 +216,8 @@ class StepMemory:
             arrays = zip((each.keys, each.values), self._bytes_to_next, strict=True)
             row[-2:] = [array.ctypes.data + block * array.strides[0] + token * step for array, step in arrays]
         parts, in_codes = (self._calls[:, AttentionCall._fields.index(name)] for name in ("parts", "quantized_parts"))
-        self._operations.set_parts(self._in_codes, in_codes)
-        self._operations.set_parts(self._in_codes + 1, parts - in_codes)
+        self._parts[self._in_codes], self._parts[self._in_codes + 1] = in_codes, parts - in_codes
+        self._operations.set_parts(self._parts.tolist())
 
     def advance(self) -> None:
         """Take the next token of the same blocks."""
@@ -231,10 +227,6 @@ class StepMemory:
     def run(self) -> None:
         """Run the step with what is in `States`."""
         self._operations.run()
-
-
-def _operand_columns(weights: Weights) -> int:
-    return weights.groups * weights.group if weights.kind == PANELS else weights.columns
 
 
 def _parts(weights: Weights, threads: int) -> int:

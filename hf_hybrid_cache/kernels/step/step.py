@@ -7,11 +7,8 @@ or bfloat16, rounded as torch rounds them.
 
 from typing import NamedTuple
 
-import numpy as np
-
-from ..attention.attention import attend_part, merge_head
-from ..attention.attention_call import SCRATCH, AttentionCall, Scratch, row_bytes, take_rows
-from ..attention.codes import attend_codes
+from ..attention.attention import take_queries
+from ..attention.attention_call import AttentionCall
 from ..vector.compiled import jit, jit_inlined
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import as_double
@@ -84,13 +81,7 @@ def take_norm(row, call):
     states, out = given.states + offset, given.out + offset
     normalize(states, added, given.weight, epsilon, given.columns, is_bfloat16, out)
     if given.product:
-        take_tokens(row, call_at(given.product, Product))
-
-
-@jit
-def take_row(row, call):
-    """Take a row as the operand of a product."""
-    take_tokens(row, call_at(call, Product))
+        take_tokens(row, given.product)
 
 
 @jit
@@ -99,7 +90,7 @@ def take_gated(row, call):
     is_bfloat16 = given.is_bfloat16 != 0
     offset = row * given.columns * (2 if is_bfloat16 else 4)
     write_gated(given.gate + offset, given.up + offset, is_bfloat16, given.columns, given.gate + offset)
-    take_tokens(row, call_at(given.product, Product))
+    take_tokens(row, given.product)
 
 
 @jit
@@ -111,25 +102,22 @@ def multiply(part, call):
     while address < last and part >= call_at(address, Product).parts:
         part -= call_at(address, Product).parts
         address += PRODUCT_BYTES
-    multiply_part(part, call_at(address, Product))
+    multiply_part(part, address)
 
 
 @jit
 def take_heads(head, call):
     """Bring key and value of a KV head to the cache, and its queries to attention."""
     given = call_at(call, Heads)
-    attention, scratch = call_at(given.attention, AttentionCall), call_at(given.attention + SCRATCH, Scratch)
     row, dim, item = head // given.num_kv_heads, given.head_dim, 2 if given.is_bfloat16 else 4
+    width = call_at(given.attention, AttentionCall).width
     key, value = given.key + head * dim * item, given.value + head * dim * item
     _turn(key, row, given.key_norm, call)
     scatter(key, dim, given.stored_key + head * dim * BLOCK * item, BLOCK * item, item)
-    scatter(value, dim, given.stored_value + head * BLOCK * attention.width * item, item, item)
+    scatter(value, dim, given.stored_value + head * BLOCK * width * item, item, item)
     for group in range(given.group):
         _turn(given.query + (head * given.group + group) * dim * item, row, given.query_norm, call)
-    first = head * attention.rows_at_once
-    operand = scratch.operand + first * row_bytes(attention.operand_is_bfloat16, given.attention)
-    rotated = scratch.rotated + first * row_bytes(attention.rotated_is_bfloat16, given.attention)
-    take_rows(head, 0, attention.rows, operand, rotated, given.attention)
+    take_queries(head, given.attention)
 
 
 @jit_inlined
@@ -142,26 +130,3 @@ def _turn(head, row, weight, call):
     if given.is_rotated:
         angles = row * dim * (2 if is_bfloat16 else 4)
         embed_position(head, given.cosines + angles, given.sines + angles, dim, is_bfloat16)
-
-
-@jit
-def attend_in_codes(part, call):
-    """Attend to a part of the quantized blocks."""
-    attend_codes(part, call)
-
-
-@jit
-def attend_in_float32(part, call):
-    """Attend to a part of the blocks in full precision."""
-    attend_part(call_at(call, AttentionCall).quantized_parts + part, (np.float32(0), call))
-
-
-@jit
-def attend_in_bfloat16(part, call):
-    attend_part(call_at(call, AttentionCall).quantized_parts + part, (np.uint16(0), call))
-
-
-@jit
-def merge(head, call):
-    """Merge the results of a head."""
-    merge_head(head, call)

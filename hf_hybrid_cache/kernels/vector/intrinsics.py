@@ -5,6 +5,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
@@ -135,3 +136,17 @@ def call_at(typing_context: Any, address: Any, call: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], context.get_value_type(made).as_pointer()), align=8)
 
     return made(types.int64, call), generate
+
+
+@intrinsic
+def address_of_call(typing_context: Any, call: Any) -> Any:
+    """The address of a copy of a call, for `call_at`, which is there until the function that makes it returns."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        place = cgutils.alloca_once(builder, ir.ArrayType(INT64, len(call.types)))
+        for index, kind in enumerate(call.types):
+            number = context.cast(builder, builder.extract_value(arguments[0], index), kind, types.int64)
+            builder.store(number, builder.gep(place, [INT64(0), INT64(index)]))
+        return builder.ptrtoint(place, INT64)
+
+    return types.int64(call), generate

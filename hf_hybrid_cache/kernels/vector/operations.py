@@ -62,20 +62,25 @@ class Operations:
     def __init__(self, operations: Sequence[tuple[Kernel, int]], beside: Sequence[int] | np.ndarray = ()):
         self._list = np.array([Operation(address_of_kernel(kernel), call, 0, 0) for kernel, call in operations])
         self._beside = np.array(beside, np.int64)
+        self._parts: Sequence[int] = []
         self._counters = np.zeros(3 * CACHE_LINE // 8, np.int64)
         self._counters[_GIVE_WAY] = _address_of_yield()
         self._program = np.array([self._counters.ctypes.data, len(operations), self._list.ctypes.data])
+        self._address: int = self._program.ctypes.data
 
-    def set_parts(self, indices: np.ndarray, parts: np.ndarray) -> None:
-        """Set the numbers of parts of some operations."""
-        numbers, needs = (self._list[:, Operation._fields.index(name)] for name in ("parts", "needs"))
-        numbers[indices] = parts
-        needs[1:] = np.cumsum(numbers[:-1])
-        needs[self._beside] = needs[self._beside - 1]
+    def set_parts(self, parts: Sequence[int]) -> None:
+        """Set the number of parts of each operation."""
+        if parts != self._parts:
+            self._parts = []
+            numbers, needs = (self._list[:, Operation._fields.index(name)] for name in ("parts", "needs"))
+            numbers[:] = parts
+            needs[1:] = np.cumsum(numbers[:-1])
+            needs[self._beside] = needs[self._beside - 1]
+            self._parts = parts
 
     def run(self) -> None:
         """Run all operations, on the threads that any kernel would have now."""
-        run_operations(team_of_kernels().address, self._program.ctypes.data)
+        run_operations(team_of_kernels().address, self._address)
 
 
 class _Program(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..forms.panels import PanelLayout
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined, taking_numbers
-from ..vector.intrinsics import call_at
+from ..vector.intrinsics import address_of_call, call_at
 from ..vector.numbers_at import (
     Numbers,
     address_of,
@@ -58,6 +58,7 @@ class Weights(NamedTuple):
     rows: int
     columns: int
     is_bfloat16: int  # whether the numbers of plain matrices are bfloat16, not float32
+    operand_columns: int  # numbers of a token's operand: the columns, in whole groups if the matrices are panels
     # The others are of panels.
     bits: int = 0
     group: int = 1
@@ -138,6 +139,7 @@ class Products:
             rows=layout.rows,
             columns=layout.columns,
             is_bfloat16=False,
+            operand_columns=layout.groups * layout.group,
             bits=layout.bits,
             group=layout.group,
             groups=layout.groups,
@@ -162,7 +164,7 @@ class Products:
             is_transposed: whether columns come before rows in memory.
         """
         kind, matrix_bytes = COLUMNS if is_transposed else ROWS, rows * columns * (2 if is_bfloat16 else 4)
-        return cls(Weights(kind, address, count, matrix_bytes, rows, columns, is_bfloat16))
+        return cls(Weights(kind, address, count, matrix_bytes, rows, columns, is_bfloat16, operand_columns=columns))
 
     def multiply(
         self,
@@ -260,8 +262,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
     places, runs, is_quantized = routing.pairs.size, routing.matrices.size, given.kind == PANELS
     if places < num_pairs:
         clear_numbers(out, num_pairs * given.rows)
-    width = given.groups * given.group if is_quantized else given.columns
-    operand = np.empty(places * width * (2 if is_quantized else 4), np.uint8)
+    operand = np.empty(places * given.operand_columns * (2 if is_quantized else 4), np.uint8)
     numbers = np.empty((2, places * given.groups), np.float32)
     product = Product(
         weights=weights,
@@ -270,22 +271,23 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         matrices=routing.matrices.ctypes.data,
         starts=routing.starts.ctypes.data,
         tokens=tokens.address,
-        tokens_are_bfloat16=np.int64(tokens.is_bfloat16),
+        tokens_are_bfloat16=tokens.is_bfloat16,
         pairs_of_token=pairs_of_token,
-        is_gated=np.int64(is_gated),
+        is_gated=is_gated,
         operand=operand.ctypes.data,
         steps=numbers[0].ctypes.data,
         sums=numbers[1].ctypes.data,
-        operand_parts=parts_of_rows(places, width),
+        operand_parts=parts_of_rows(places, given.operand_columns),
         bias=bias.address,
-        bias_is_bfloat16=np.int64(bias.is_bfloat16),
+        bias_is_bfloat16=bias.is_bfloat16,
         bias_step=bias_step,
         out=out.address,
-        out_is_bfloat16=np.int64(out.is_bfloat16),
+        out_is_bfloat16=out.is_bfloat16,
         parts=_parts(given, runs, threads_of(team)),
     )
-    split_work(team, product.operand_parts, take_tokens, product)
-    split_work(team, product.parts * runs, multiply_part, product)
+    address = address_of_call(product)
+    split_work(team, product.operand_parts, take_tokens, address)
+    split_work(team, product.parts * runs, multiply_part, address)
     for array_of_routing in (routing.pairs, routing.matrices, routing.starts):
         keep(array_of_routing)
     keep(operand)
@@ -317,9 +319,10 @@ def part_of(part, parts, count):
     return part * count // parts, (part + 1) * count // parts
 
 
-@jit_function
-def take_tokens(part, product):
-    """Write the operand of a part of the places."""
+@jit
+def take_tokens(part, address):
+    """Write the operand of a part of the places of a `Product`."""
+    product = call_at(address, Product)
     weights = call_at(product.weights, Weights)
     pairs, columns, group = integers_at(product.pairs, product.places), weights.columns, weights.group
     gated, filled = np.empty(columns + LANES, np.float32), np.empty(group, np.float32)
@@ -359,8 +362,9 @@ def tokens_at_once(most, left):
 
 
 @jit_function
-def multiply_part(part, product):
-    """Write the outputs of a part of a matrix, for all tokens of its run."""
+def multiply_part(part, address):
+    """Write the outputs of a part of a matrix of a `Product`, for all tokens of its run."""
+    product = call_at(address, Product)
     if call_at(product.weights, Weights).kind == PANELS:
         _multiply_panels(part, product)
     else:
