@@ -6,7 +6,7 @@ from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .chat import MOST_TOGETHER, Chat, Turn
-    from .generating import Answer, FinishReason
+    from .generating import Answer, FinishReason, Generator
     from .prompts import ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
     from .settings import DEFAULT_BITS, AnswerSettings, SettingError
     from .states import CACHES, can_answer_together, is_out_of_memory
@@ -22,6 +22,7 @@ __all__ = [
     "DocumentPart",
     "DocumentPrompt",
     "FinishReason",
+    "Generator",
     "PromptError",
     "SettingError",
     "Turn",
@@ -34,7 +35,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "chat": ("MOST_TOGETHER", "Chat", "Turn"),
-        "generating": ("Answer", "FinishReason"),
+        "generating": ("Answer", "FinishReason", "Generator"),
         "prompts": ("ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
         "states": ("CACHES", "can_answer_together", "is_out_of_memory"),

@@ -64,7 +64,9 @@ class Chat:
         store: a `PrefixStore`, or its folder: what is read is looked for there, and kept, and so is the conversation
             after each answer.
         settings: how answers are generated.
+        keeps_answers: keep the conversation after each answer, not only what is read before the first one.
         details: kept with the conversation, see `PrefixStore.keep`.
+        generator: of another conversation with this model, for one of many that take turns.
         progress: show how far a prompt is read; or what is called with the number of tokens of each part that is read,
             or comes from the store.
         remark: receives sentences that are no answers; `None` drops them.
@@ -106,7 +108,9 @@ class Chat:
         cpu_decode: bool | None = None,
         store: PrefixStore | str | os.PathLike[str] | None = None,
         settings: AnswerSettings | None = None,
+        keeps_answers: bool = True,
         details: Mapping[str, Any] | None = None,
+        generator: Generator | None = None,
         progress: bool | Callable[[int], None] = True,
         remark: Callable[[str], None] | None = None,
     ):
@@ -115,11 +119,11 @@ class Chat:
         self.turns: list[Turn] = []
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
-        self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
+        self._model, self._tokenizer, self._generator = model, tokenizer, generator or Generator(model, tokenizer)
         self._progress, self._remark = progress, remark or _ignore
         self._template = ChatTemplate(tokenizer, system)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
-        self._details = dict(details or {})
+        self._details, self._keeps_answers = dict(details or {}), keeps_answers
         given: Cache | Callable[[], Cache]
         if isinstance(cache, Cache):
             given = cache
@@ -133,6 +137,8 @@ class Chat:
         self._has_document = self.documents is not None
         self.token_ids = list(self.document.token_ids)
         self._document_tokens = len(self.token_ids)
+        # Of a text that is used as it is: the tokens that others begin with, too, and the one before the answer.
+        self._shared_tokens, self._before_answer = 0, 0
         self._title: str | None = None
         self._stored_id: str | None = None
         self._stored_tokens: list[int] = []
@@ -253,13 +259,15 @@ class Chat:
         asked = self._asked(question)
         return self._answer(asked, settings or self.settings)
 
-    def complete(self, text: str, settings: AnswerSettings | None = None) -> Iterator[str]:
+    def complete(self, text: str, settings: AnswerSettings | None = None, shared: int = 0) -> Iterator[str]:
         """
         Yield what follows a text that is used as it is, without chat template and documents; otherwise as `ask`.
 
         Args:
             text: with which the conversation begins.
             settings: of the answer; `None` for `self.settings`.
+            shared: characters with which other texts begin, too, such as a document: they find in the store what is
+                read of it.
 
         Raises:
             ValueError: the conversation has a document, or a question.
@@ -267,7 +275,7 @@ class Chat:
         """
         if self.documents is not None or self.turns:
             raise ValueError("A text that is used as it is begins a conversation: use a new Chat without documents.")
-        token_ids = self._template.without_template(text)
+        token_ids, shared_tokens = self._template.without_template(text, shared)
         room = self.context - len(token_ids)
         if room < 1:
             raise PromptError(
@@ -276,7 +284,8 @@ class Chat:
             )
         self._states.forget()
         self.token_ids, self._title = token_ids[:-1], _title(None, text)
-        self._document_tokens = len(self.token_ids)
+        self._document_tokens, self._shared_tokens = len(self.token_ids), shared_tokens
+        self._before_answer = token_ids[-1]
         return self._answer(_Asked("", token_ids[-1:], room), settings or self.settings)
 
     def ask_all(
@@ -406,7 +415,8 @@ class Chat:
                 self.token_ids += [*asked.token_ids, *token_ids]
                 self.turns.append(Turn(before, asked.question, prompt.shape[1]))
                 self.last = self._recorded(asked, token_ids, prompt.shape[1], start, rows, settings, is_whole)
-                self._keep_or_say()
+                if self._keeps_answers:
+                    self._keep_or_say()
             else:
                 self._shorten(before)
 
@@ -500,16 +510,18 @@ class Chat:
 
     def _read_document(self) -> None:
         """Take the document from the store, if there is one, or read it."""
-        document = torch.tensor([self.token_ids[: self._document_tokens]])
+        prompt = self.token_ids[: self._document_tokens]
+        document = torch.tensor([prompt])
         if self._store is None or not isinstance(self.cache, HybridCache) or document.shape[1] < 2:
             self._states.read(document)
             return
         self._states.forget()
+        shared = self._shared_tokens
         self.reuse = self._store.prefill(
             self._model,
-            document,
+            [*prompt, self._before_answer] if shared else prompt,
             self.cache,
-            document_tokens=self._document_tokens,
+            document_tokens=shared or self._document_tokens,
             title=self._title or _title(self.documents),
             details=self._all_details(),
             progress=self._progress,

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -153,8 +153,28 @@ class Generator:
             max_new_tokens=settings.max_new_tokens,
             streamer=streamer,
             stopping_criteria=[are_ended],
+            logits_processor=[_Penalties(settings, start)] if _Penalties.of(settings) else None,
             **settings.options(),
         )
+
+
+class _Penalties(LogitsProcessor):
+    """Lowers the logits of tokens that an answer has, as OpenAI's API describes it."""
+
+    def __init__(self, settings: AnswerSettings, start: int):
+        self._presence, self._frequency = settings.presence_penalty or 0, settings.frequency_penalty or 0
+        self._start = start
+
+    @staticmethod
+    def of(settings: AnswerSettings) -> bool:
+        """Return whether an answer has any."""
+        return bool(settings.presence_penalty or settings.frequency_penalty)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        answers = input_ids[:, self._start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answers, torch.ones_like(answers, dtype=scores.dtype))
+        penalized: Any = scores - self._presence * (counts > 0) - self._frequency * counts
+        return penalized
 
 
 class Rows:

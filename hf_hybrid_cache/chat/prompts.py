@@ -1,9 +1,10 @@
 """The tokens of prompts: what comes before a document, the document as far as it fits, and questions after it."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -165,17 +166,18 @@ class ChatTemplate:
         new = self._ids(after)
         return new[1:] if new[0] == last_token and last_token in self.tokenizer.all_special_ids else new
 
-    def without_template(self, text: str) -> list[int]:
+    def without_template(self, text: str, shared: int = 0) -> tuple[list[int], int]:
         """
-        Return the tokens of a text that is a whole prompt.
+        Return the tokens of a text that is a whole prompt, and how many of them end in its first `shared` characters.
 
         Raises:
             PromptError: it has none.
         """
         begins = bool(self.tokenizer.bos_token) and text.startswith(str(self.tokenizer.bos_token))
-        if not (token_ids := self._ids(text, add_special_tokens=not begins)):
+        token_ids, starts = self._with_starts(text, add_special_tokens=not begins)
+        if not token_ids:
             raise PromptError("The prompt is empty.")
-        return token_ids
+        return token_ids, max(0, bisect_right(starts, shared) - 1)
 
     def document(self, documents: Documents, most_tokens: int) -> DocumentPrompt:
         """
@@ -209,12 +211,13 @@ class ChatTemplate:
             "it: ask for shorter answers, or use a model with a longer context."
         )
 
-    def _with_starts(self, text: str) -> tuple[list[int], list[int]]:
+    def _with_starts(self, text: str, add_special_tokens: bool = False) -> tuple[list[int], list[int]]:
         """Return the tokens of a text, and the characters at which they begin."""
         if self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "verbose": False}
+            encoded = self.tokenizer(text, return_offsets_mapping=True, **options)
             return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
-        ids = self._ids(text)  # such a tokenizer does not say where a token begins
+        ids = self._ids(text, add_special_tokens)  # such a tokenizer does not say where a token begins
         return ids, [index * len(text) // len(ids) for index in range(len(ids))]
 
     def _around(self, document: str, question: str = _MARK) -> tuple[str, str]:
@@ -234,8 +237,22 @@ class ChatTemplate:
         messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
+        return self.text_of(messages)
+
+    def text_of(self, messages: Sequence[dict[str, str]]) -> str:
+        """
+        Return the text of a conversation up to the next answer.
+
+        Args:
+            messages: role and content of each.
+
+        Raises:
+            PromptError: there is no chat template, or it refuses them.
+        """
+        if not self.tokenizer.chat_template:
+            raise PromptError("The model has no chat template.")
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program
             what = "this conversation" if self.system is None else "a system message, or this one: go on without it"
             reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -24,6 +24,8 @@ class AnswerSettings:
         top_p: the likeliest tokens with this probability together are sampled from; `None` for all.
         top_k: so many of the likeliest tokens are sampled from; `None` for all.
         repetition_penalty: above 1 makes earlier tokens less likely; `None` for no penalty.
+        presence_penalty: what the logit of each token that the answer has is lowered by, from -2 to 2; `None` for 0.
+        frequency_penalty: the same for each time that it has it.
         seed: of the random numbers; `None` for other numbers each time.
         stop: the answer ends before any of these texts.
 
@@ -36,6 +38,8 @@ class AnswerSettings:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -53,6 +57,9 @@ class AnswerSettings:
             raise SettingError(f"top_k must be 1 or more, got {self.top_k}.")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
             raise SettingError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= (getattr(self, name) or 0) <= 2:
+                raise SettingError(f"{name} must be from -2 to 2, got {getattr(self, name)}.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
         if not all(self.stop):

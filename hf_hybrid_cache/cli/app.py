@@ -11,6 +11,7 @@ from .batch import batch
 from .chat import chat
 from .generate import generate
 from .plan import plan
+from .serve import serve
 from .store import store
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.
@@ -55,5 +56,6 @@ def common(
 app.command()(generate)
 app.command()(chat)
 app.command()(batch)
+app.command()(serve)
 app.command()(store)
 app.command()(plan)

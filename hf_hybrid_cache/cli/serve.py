@@ -1,0 +1,92 @@
+"""`hf-hybrid-cache serve`: answers to clients of OpenAI's API, from documents that are read once."""
+
+import signal
+import socket
+import tempfile
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from ..byte_sizes import parse_bytes
+from .console import UsageError, consoles, exit_codes, note, write
+from .options import Answer, Cache, Model, Quiet, Store, option, with_options
+
+SERVER = "Server"
+# Of the host memory that is free once the model is loaded, for conversations.
+_SHARE = 4
+
+
+@with_options
+def serve(
+    model: Model,
+    cache: Cache,
+    answer: Answer,
+    store: Store,
+    host: Annotated[str, option(SERVER, "Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, option(SERVER, "Port to listen at; 0 for one that is free.", min=0, max=65535)] = 8080,
+    api_key: Annotated[
+        str | None,
+        option(SERVER, "Key that clients have to send. Default: none.", envvar="HF_HYBRID_CACHE_API_KEY"),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        option(
+            SERVER,
+            "Size of the conversations that stay in memory, such as 8GiB; those used longest ago go first. Default: "
+            "a quarter of what is free.",
+        ),
+    ] = None,
+    waiting: Annotated[int, option(SERVER, "Requests that may wait for their turn; more are refused.", min=0)] = 16,
+    quiet: Quiet = False,
+) -> None:
+    """
+    Answer clients of OpenAI's API: chat completions and completions, whole or streamed.
+
+    Documents are read once: what was read before, also by another process with the same --store, is not read again.
+    Answer settings hold where a request does not say otherwise. One request is answered at a time. Ctrl-C ends.
+    """
+    out, notes = consoles(quiet)
+    with exit_codes(notes):
+        cache.require_ours("serve")
+        if api_key == "":
+            raise UsageError("--api-key is empty: give a key, or drop it.")
+        try:
+            memory_bytes = None if memory is None else parse_bytes(memory)
+        except ValueError as error:
+            raise UsageError(f"--memory: {error}") from error
+        try:
+            from ..serve.app import Server
+        except ModuleNotFoundError as error:
+            raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
+        import psutil
+
+        from ..prefix_store import PrefixStore
+        from ..serve.engine import Engine
+        from .loading import compile_kernels, load_model
+
+        say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
+        kept = store.open()
+        with socket.create_server((host, port), family=family) as listening:
+            loaded = load_model(model, notes)
+            compile_kernels(loaded.model, cache.name == "quantized", notes)
+            at, port = listening.getsockname()[:2]
+            if api_key is None and not (at == "::1" or at.startswith("127.")):
+                say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")
+            url = f"http://{f'[{at}]' if ':' in at else at}:{port}/v1"
+            with tempfile.TemporaryDirectory(prefix="hf-hybrid-cache-") as folder:
+                engine = Engine(
+                    loaded.model,
+                    loaded.tokenizer,
+                    kept or PrefixStore(folder),
+                    memory_bytes=psutil.virtual_memory().available // _SHARE if memory_bytes is None else memory_bytes,
+                    remark=say,
+                    cache=cache.name,
+                    bits=cache.bits,
+                    cpu_decode=cache.decodes_on_cpu,
+                )
+                server = Server(engine, model.name, answer.settings(), api_key, waiting)
+                write(out, f"{model.name} answers at {url}\n")
+                server.run(sockets=[listening])
+        if server.signal == signal.SIGINT:
+            raise typer.Exit(130)

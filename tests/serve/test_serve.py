@@ -1,0 +1,291 @@
+"""A real server answers real clients as `generate` does, reads nothing twice, and never fails without a reason."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hybrid_cache import PrefixStore
+from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.serve.engine import Answered, Engine
+from serve.running import DOCUMENT, KEY, Running, cached, generated, prompt_of, serving, user
+
+from models.byte_tokenizer import model_in
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_in(tmp_path_factory.mktemp("model"), 2**13, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    with serving(model, "--waiting", "30") as running:
+        yield running
+
+
+def streamed(server: Running, messages: Any, **options: Any) -> tuple[str, list[Any]]:
+    """Return the text of a streamed answer, and its pieces."""
+    chunks = list(server.ask(messages, stream=True, **options))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    texts = [each.delta.content if hasattr(each, "delta") else each.text for each in choices]
+    return "".join(text or "" for text in texts), chunks
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_streamed_and_whole_answers_are_those_of_generate(server: Running, kind: str, options: dict[str, Any]):
+    messages = [{"role": "system", "content": "Be short."}, user(f"{DOCUMENT}\n\nWho signed it?")]
+    asked = messages if kind == "chat" else DOCUMENT
+    expected = generated(server.model, prompt_of(server.model, messages) if kind == "chat" else DOCUMENT, **options)
+    whole = server.ask(asked, **options).choices[0]
+    assert (whole.message.content if kind == "chat" else whole.text) == expected
+    text, chunks = streamed(server, asked, **options, stream_options={"include_usage": True})
+    assert text == expected
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_a_conversation_of_five_turns_computes_each_token_once(server: Running):
+    messages, before = [user(f"{DOCUMENT}\n\nWho came?")], 0
+    for turn in range(5):
+        answer = server.ask(messages)
+        tokens, known = cached(answer)
+        if turn:
+            assert known == before - 1  # the last token of an answer is computed with the next question
+        before = tokens + answer.usage.completion_tokens
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, user(f"And {turn}?")]
+
+
+def test_another_question_about_a_document_reads_the_question_alone(server: Running):
+    document = DOCUMENT.replace("Ada", "Bob")
+    server.ask([user(f"{document}\n\nWho signed it?")])
+    tokens, known = cached(server.ask([user(f"{document}\n\nWhere, and on which day, was it signed?")]))
+    assert tokens - known < 150  # in bytes, with the end of the template
+    tokens, known = cached(server.ask([{"role": "system", "content": document}, user("Who signed it, and where?")]))
+    assert known < 100
+
+
+def test_a_question_that_is_asked_again_is_answered_as_before(server: Running):
+    messages, answers = [user(f"{DOCUMENT}\n\nWho?")], []
+    for question in ("Where?", "When?", "Why?"):
+        messages += [{"role": "assistant", "content": server.ask(messages).choices[0].message.content}, user(question)]
+        answers.append(server.ask(messages))
+    for number in (2, 1):  # the last turn, and one before it
+        again = server.ask(messages[: 2 * number + 3])
+        assert again.choices[0].message.content == answers[number].choices[0].message.content
+        assert cached(again)[1] >= cached(answers[number])[1] - 1
+
+
+@pytest.mark.slow
+def test_after_a_kill_and_a_restart_documents_are_not_read_again(model: Path, tmp_path: Path):
+    question, options = [user(f"{DOCUMENT}\n\nWho signed it?")], ("--store", str(tmp_path / "store"), "--bits", "4")
+    with serving(model, *options) as server:
+        first = server.ask(question)
+        assert cached(first)[1] == 0
+        server.process.kill()
+    other = AutoModelForCausalLM.from_pretrained(shutil.copytree(model, tmp_path / "other"))
+    other.model.norm.weight.data *= 2
+    other.save_pretrained(tmp_path / "other")
+    with serving(tmp_path / "other", *options) as server:
+        assert cached(server.ask(question))[1] == 0
+    with serving(model, *options) as server:
+        again = server.ask(question)
+        tokens, known = cached(again)
+        assert tokens - known < 150
+        assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_twenty_clients_at_once_get_their_own_answers(server: Running):
+    questions = [[user(f"{DOCUMENT}\n\nQuestion {number}?")] for number in range(5)]
+    expected = [server.ask(question).choices[0].message.content for question in questions]
+
+    def ask(number: int) -> bool:
+        question = questions[number % 5]
+        if number % 4 == 3:  # leaves
+            with server.ask(question, stream=True, max_tokens=2000) as stream:
+                return bool(next(iter(stream)).choices)
+        return bool(server.ask(question).choices[0].message.content == expected[number % 5])
+
+    with ThreadPoolExecutor(20) as pool:
+        assert all(pool.map(ask, range(20)))
+    assert server.ask(questions[0]).choices[0].message.content == expected[0]
+
+
+def test_who_leaves_ends_the_answer_within_a_step(server: Running):
+    with server.ask([user("Go on.")], stream=True, max_tokens=8000) as stream:
+        next(iter(stream))
+    server.wait_for(0)
+    server.leave([user("Go on.")], max_tokens=8000)
+    answer = server.ask([user("Who?")], max_tokens=1)  # 16,000 tokens would come before it
+    assert answer.usage.completion_tokens == 1
+    assert server.state()["requests"] == 0
+
+
+def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
+    folder, looks = model_in(tmp_path / "model", 2**13), []
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    store = PrefixStore(tmp_path / "store")
+    engine = Engine(model, tokenizer, store, memory_bytes=0, remark=print, cache="dynamic")
+    text, answer = "".join(chr(97 + number * number % 23) for number in range(8000)), AnswerSettings(max_new_tokens=1)
+
+    def leave() -> None:
+        looks.append(True)
+        if len(looks) == 3:  # before the prompt, what the store has of it, the first pass
+            raise ClientDisconnect
+
+    with pytest.raises(ClientDisconnect):
+        list(engine.answer(text, answer, leave))
+    [*_, end] = engine.answer(text, answer, lambda: None)
+    assert isinstance(end, Answered)
+    assert end.cached_tokens == 2048
+
+
+def test_a_web_page_may_not_ask_a_server_without_a_key(server: Running):
+    headers = {"Origin": "https://example.org"}
+    reply = httpx.post(f"{server.url}/completions", json={"prompt": "Who?"}, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "no_key")
+
+
+def test_a_server_with_a_key_and_a_short_queue_says_why_it_refuses(model: Path):
+    """Clients beyond the queue are told when to come again; who leaves the queue makes room in it."""
+    with serving(model, "--waiting", "1", "--api-key", KEY) as server:
+        for value in (b"", b"Bearer kex", "Bearer \u00e9".encode("latin-1")):
+            reply = httpx.get(f"{server.url}/models", headers={"Authorization": value})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        with server.ask([user("Go on.")], stream=True, max_tokens=8000) as begun, ThreadPoolExecutor(1) as pool:
+            next(iter(begun))
+            server.leave([user("Next.")], requests=2)
+            server.wait_for(1)
+            waiting = pool.submit(server.ask, [user("Next.")])
+            server.wait_for(2)
+            with pytest.raises(openai.RateLimitError, match="Ask again later") as error:
+                server.ask([user("Who?")])
+            assert int(error.value.response.headers["retry-after"]) > 0
+            begun.close()
+            assert waiting.result().choices[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_without_memory_for_conversations_the_store_is_asked(model: Path):
+    with serving(model, "--memory", "0", "--max-new-tokens", "3") as server:
+        messages = [user(f"{DOCUMENT}\n\nWho?")]
+        first = server.ask(messages)
+        messages += [{"role": "assistant", "content": first.choices[0].message.content}, user("Where?")]
+        tokens, known = cached(server.ask(messages))
+        assert 1000 < known < tokens - 10
+        server.process.terminate()
+        assert server.process.wait(120) == 0
+
+
+def test_ctrl_c_ends_the_answer_with_a_reason_and_the_process(model: Path, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        with serving(model) as server:
+            stream = server.ask([user("Go on.")], stream=True, max_tokens=8000)
+            next(iter(stream))
+            assert list(tmp_path.iterdir())
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="The server is stopping"):
+                list(stream)
+            assert server.process.wait(120) == 130
+    assert not list(tmp_path.glob("hf-hybrid-cache-*"))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_five_hundred_requests(model: Path):
+    with serving(model, "--memory", "20MB") as server:
+        process, used = psutil.Process(server.process.pid), []
+        for number in range(500):
+            server.ask([user(f"{DOCUMENT}\n\nQuestion {number}?")], max_tokens=2)
+            if number in (250, 499):
+                used.append(process.memory_info().rss)
+        assert used[1] - used[0] < 30 * 2**20
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+# The fields of a request -> status, and a part of the message.
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "unknown field": ({"tools": [{"type": "function"}]}, 400, "'tools' is not supported: leave it out."),
+    "unknown name": ({"audio": {}}, 400, "'audio' is not supported: leave it out."),
+    "several answers": ({"n": 2}, 400, "'n' is not supported"),
+    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "'messages.0.content.0.type' is wrong"),
+    "a role": ({"messages": [{"role": "tool", "content": "x"}]}, 400, "'messages.0.role' is wrong"),
+    "no message": ({"messages": []}, 400, "'messages' is wrong"),
+    "a number": ({"temperature": "hot"}, 400, "'temperature' is wrong"),
+    "a range": ({"temperature": 1.0, "top_p": 3}, 400, "top_p must be above 0"),
+    "a penalty": ({"presence_penalty": 3}, 400, "presence_penalty must be from -2 to 2"),
+    "a long prompt": ({"messages": [user("x" * 9000)]}, 400, "the model's context is 8,192"),
+    "another model": ({"model": "gpt"}, 404, "There is no model 'gpt'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_answered_is_refused_by_name(server: Running, what: str):
+    fields, status, message = REFUSED[what]
+    body = {"messages": [user("Who?")], "max_tokens": 2} | fields
+    for is_streamed in (False, True):
+        reply = server.http.post("/chat/completions", json=body | {"stream": is_streamed})
+        assert reply.status_code == status
+        assert message in reply.json()["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.binary(max_size=40),
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["messages", "role", "content", "stop", "n", "stream"]), inner)
+            ),
+            max_leaves=8,
+        ).map(lambda value: json.dumps(value).encode()),
+    )
+)
+def test_any_body_gets_an_answer_in_json(server: Running, body: bytes):
+    for path in ("/chat/completions", "/completions"):
+        reply = server.http.post(path, content=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_paths_and_methods_that_there_are_not_get_json(server: Running):
+    for method, path, status in (("GET", "/files", 404), ("GET", "/completions", 405)):
+        reply = server.http.request(method, path)
+        assert (reply.status_code, list(reply.json())) == (status, ["error"])
+    assert [each.id for each in server.client.models.list()] == [server.model]
+
+
+def test_a_text_of_stop_ends_an_answer_before_it(server: Running):
+    question = [user("Go on.")]
+    free = server.ask(question).choices[0].message.content
+    ended = server.ask(question, stop=[free[5:7], "no such"]).choices[0]
+    assert (ended.message.content, ended.finish_reason) == (free[: free.index(free[5:7])], "stop")
+
+
+def test_penalties_keep_an_answer_from_repeating_itself(server: Running):
+    text = server.ask("abc", frequency_penalty=2, presence_penalty=2, max_tokens=40).choices[0].text
+    free = server.ask("abc", max_tokens=40).choices[0].text
+    assert len(set(text)) > len(set(free))
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(server: Running):
+    reply = server.http.post("/completions", content=b" " * (2**26 + 1))
+    assert (reply.status_code, reply.json()["error"]["message"]) == (413, "The body has more than 67,108,864 bytes.")
