@@ -1,5 +1,6 @@
 """`hf-hybrid-cache serve`: answers to clients of OpenAI's API, from documents that are read once."""
 
+import contextlib
 import signal
 import socket
 import tempfile
@@ -47,7 +48,7 @@ def serve(
     Answer settings hold where a request does not say otherwise. One request is answered at a time. Ctrl-C ends.
     """
     out, notes = consoles(quiet)
-    with exit_codes(notes):
+    with exit_codes(notes), contextlib.ExitStack() as stack:
         cache.require_ours("serve")
         if api_key == "":
             raise UsageError("--api-key is empty: give a key, or drop it.")
@@ -66,7 +67,9 @@ def serve(
         from .loading import compile_kernels, load_model
 
         say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
-        kept = store.open()
+        prompts = store.open()
+        if prompts is None:
+            prompts = PrefixStore(stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-hybrid-cache-")))
         with socket.create_server((host, port), family=family) as listening:
             loaded = load_model(model, notes)
             compile_kernels(loaded.model, cache.name == "quantized", notes)
@@ -74,19 +77,18 @@ def serve(
             if api_key is None and not (at == "::1" or at.startswith("127.")):
                 say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")
             url = f"http://{f'[{at}]' if ':' in at else at}:{port}/v1"
-            with tempfile.TemporaryDirectory(prefix="hf-hybrid-cache-") as folder:
-                engine = Engine(
-                    loaded.model,
-                    loaded.tokenizer,
-                    kept or PrefixStore(folder),
-                    memory_bytes=psutil.virtual_memory().available // _SHARE if memory_bytes is None else memory_bytes,
-                    remark=say,
-                    cache=cache.name,
-                    bits=cache.bits,
-                    cpu_decode=cache.decodes_on_cpu,
-                )
-                server = Server(engine, model.name, answer.settings(), api_key, waiting)
-                write(out, f"{model.name} answers at {url}\n")
-                server.run(sockets=[listening])
+            engine = Engine(
+                loaded.model,
+                loaded.tokenizer,
+                prompts,
+                memory_bytes=psutil.virtual_memory().available // _SHARE if memory_bytes is None else memory_bytes,
+                remark=say,
+                cache=cache.name,
+                bits=cache.bits,
+                cpu_decode=cache.decodes_on_cpu,
+            )
+            server = Server(engine, model.name, answer.settings(), api_key, waiting)
+            write(out, f"{model.name} answers at {url}\n")
+            server.run(sockets=[listening])
         if server.signal == signal.SIGINT:
             raise typer.Exit(130)

@@ -277,7 +277,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     set_num_threads(None)
     while servers:
         with servers.pop() as server:
-            server.kill()
+            server.terminate()
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)

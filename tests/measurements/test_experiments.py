@@ -65,7 +65,7 @@ each_experiment = pytest.mark.parametrize(
                 *["--settings", "GOMP_SPINCOUNT=0", "--busy", "1", "--layers", "1", "--context", "70"],
                 *["--steps", "1", "--rounds", "1"],
             ],
-            {"stock", "ours", "4 bits"},
+            {"stock", "ours", "4 bits", "4 bits, in one call"},
         ),
         (
             "processes.collective_cost",
