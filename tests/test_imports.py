@@ -165,7 +165,7 @@ ALLOWED = {
         "torch",
         "transformers",
     },
-    "serve": {"cache", "chat", "errors", "prefix_store", "serve", "transformers"},
+    "serve": {"cache", "chat", "errors", "prefix_store", "serve", "storage", "transformers"},
     "scalars": set(),
     "lazy_names": set(),
     "cache_argument": {"transformers"},

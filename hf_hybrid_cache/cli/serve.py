@@ -14,8 +14,6 @@ from .console import UsageError, consoles, exit_codes, note, write
 from .options import Answer, Cache, Model, Quiet, Store, option, with_options
 
 SERVER = "Server"
-# Of the host memory that is free once the model is loaded, for conversations.
-_SHARE = 4
 
 
 @with_options
@@ -60,8 +58,6 @@ def serve(
             from ..serve.app import Server
         except ModuleNotFoundError as error:
             raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
-        import psutil
-
         from ..prefix_store import PrefixStore
         from ..serve.engine import Engine
         from .loading import compile_kernels, load_model
@@ -81,7 +77,7 @@ def serve(
                 loaded.model,
                 loaded.tokenizer,
                 prompts,
-                memory_bytes=psutil.virtual_memory().available // _SHARE if memory_bytes is None else memory_bytes,
+                memory_bytes=memory_bytes,
                 remark=say,
                 cache=cache.name,
                 bits=cache.bits,

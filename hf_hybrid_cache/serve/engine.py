@@ -10,10 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import HybridCache
 from ..chat import Answer, AnswerSettings, Chat, ChatTemplate, Generator, PromptError, is_out_of_memory
 from ..prefix_store import PrefixStore, PrefixStoreError
+from ..storage import available_host_bytes
 from .protocol import APIError
 
 # Role and text of each message.
 Messages = tuple[tuple[str, str], ...]
+# Of the host memory that is free once the model is loaded, for conversations.
+_SHARE = 4
 # No message of a client.
 _MARK = "\0"
 
@@ -35,7 +38,8 @@ class Engine:
         model: answers.
         tokenizer: of the model.
         store: finds and keeps what is read.
-        memory_bytes: of the caches of conversations that stay in memory; those used longest ago go first.
+        memory_bytes: of the caches of conversations that stay in memory, those used longest ago go first; `None` for a
+            quarter of what is free.
         remark: receives sentences for who runs the server.
         cache: name, bits and `cpu_decode` of the caches, as `Chat` takes them.
     """
@@ -46,12 +50,13 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         store: PrefixStore,
         *,
-        memory_bytes: int,
+        memory_bytes: int | None,
         remark: Callable[[str], None],
         **cache: Any,
     ):
         self._model, self._tokenizer, self._template = model, tokenizer, ChatTemplate(tokenizer)
-        self._memory_bytes, self._held = memory_bytes, OrderedDict[Messages, Chat]()
+        self._memory_bytes = available_host_bytes() // _SHARE if memory_bytes is None else memory_bytes
+        self._held = OrderedDict[Messages, Chat]()
         self._options: dict[str, Any] = cache | {"remark": remark, "generator": Generator(model, tokenizer)}
         self._require_wanted: Callable[[], None] = lambda: None
         try:
