@@ -33,8 +33,12 @@ LAYER_TENSORS = {
 ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
-def gguf_file(name: str, bits: int, model: PreTrainedModel) -> Path:
-    """A model's file with weights of so many bits, quantized by llama.cpp; made if there is none of that name yet."""
+def gguf_file(name: str, bits: int, model: PreTrainedModel, tokens_of: Path | None = None) -> Path:
+    """
+    A model's file with weights of so many bits, quantized by llama.cpp; made if there is none of that name yet.
+
+    It has the tokenizer of another file, or none.
+    """
     folder = cache_home() / FOLDER
     path = folder / f"{name}.{FILE_TYPES[bits]}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +46,7 @@ def gguf_file(name: str, bits: int, model: PreTrainedModel) -> Path:
         if not path.is_file():
             whole, partial = (folder / f"{name}.{end}.partial" for end in ("bf16", FILE_TYPES[bits]))
             try:
-                write_model(model, whole)
+                write_model(model, whole, tokens_of)
                 if bits < 16:
                     _quantize(whole, partial, FILE_TYPES[bits])
                 (partial if bits < 16 else whole).rename(path)
@@ -52,8 +56,8 @@ def gguf_file(name: str, bits: int, model: PreTrainedModel) -> Path:
     return path
 
 
-def write_model(model: PreTrainedModel, path: Path) -> None:
-    """Write a model: matrices in bfloat16, and no tokens but their number."""
+def write_model(model: PreTrainedModel, path: Path, tokens_of: Path | None = None) -> None:
+    """Write a model: matrices in bfloat16, and the tokens of another file, or no more than their number."""
     config: Any = model.config
     kind = config.model_type
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind])
@@ -69,7 +73,13 @@ def write_model(model: PreTrainedModel, path: Path) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+    if tokens_of is None:
+        writer.add_tokenizer_model("none")
+    else:
+        for field in gguf.GGUFReader(tokens_of).fields.values():
+            if field.name.startswith("tokenizer."):
+                kind_of_items = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], kind_of_items)
     if kind == "qwen3_moe":
         assert config.norm_topk_prob  # llama.cpp takes this for granted
         writer.add_expert_count(config.num_experts)

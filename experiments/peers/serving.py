@@ -6,6 +6,9 @@ weights, and keys and values in 16 bits, as it took 150 s for such a prompt with
 English text, each of some questions in a conversation of its own, which both servers get in turns; then it goes on with
 one conversation. Ours starts anew with the same store, too, and asks once more. Beside: the seconds of a token,
 streamed by our server, and by `generate` in this process, in turns.
+
+`--large` takes the shape of Llama 3.2-1B with random weights and the tokenizer of the small model. Its record has no
+first question: both servers read for many minutes, so that nobody has to leave the machine alone meanwhile.
 """
 
 import argparse
@@ -28,24 +31,27 @@ import torch
 
 from experiments.common import records
 from experiments.common.texts import TEXTS
+from experiments.peers.gguf_files import gguf_file
 from hf_hybrid_cache import QuantizedHybridCache, fuse_decode, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.models import load
+from hf_hybrid_cache.models import load, load_config
+from hf_hybrid_cache.models.random_weights import random_llama
 
-MODEL = "smollm2-135m"
+MODEL, LARGE = "smollm2-135m", "llama-3.2-1b-random"
 OURS, PEER = "ours", "llama.cpp"
 BITS = 8
 QUESTIONS = ("What is this text about?", "Which statement is named first?", "What is a module?", "What is a class?")
 TURNS = ("And why is that so?", "Say it in one sentence.", "Name an example.")
+LONG_TURN = 64  # tokens, of the large model
 NEW_TOKENS = 24
 
 
-def document(tokens: int) -> str:
-    """The first tokens of English text, as a text."""
+def document(tokens: int, start: int = 0) -> str:
+    """Tokens of English text from one of them on, as a text."""
     _, tokenizer = load(MODEL)
     assert tokenizer is not None
     text = next(iter(TEXTS.values()))()
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][start : start + tokens]
     return str(tokenizer.decode(ids)).strip()
 
 
@@ -55,6 +61,19 @@ def model_file() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return next(Path(spec.origin).parent.rglob("*.gguf"))
+
+
+def large_model(folder: Path, bits: int) -> Path:
+    """Write the large shape with the tokens of the small model to a folder, and to a file of llama.cpp."""
+    _, tokenizer = load(MODEL)
+    assert tokenizer is not None
+    config: Any = load_config(LARGE)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    model = random_llama(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return gguf_file(f"{LARGE}-with-tokens", bits, model, model_file())
 
 
 @contextlib.contextmanager
@@ -77,7 +96,9 @@ def serving(command: list[str], url: str, environment: dict[str, str]) -> Iterat
 
 def ask(url: str, messages: list[dict[str, str]], new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """Ask a server; return the answer, and the seconds from the request to each of its pieces."""
-    body = {"model": MODEL, "messages": messages, "max_tokens": new_tokens, "stream": True, "temperature": 0}
+    with urllib.request.urlopen(f"{url}/models") as reply:
+        model = json.load(reply)["data"][0]["id"]
+    body = {"model": model, "messages": messages, "max_tokens": new_tokens, "stream": True, "temperature": 0}
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     start, times, text = time.perf_counter(), [], ""
@@ -128,17 +149,30 @@ class Generating:
         return (seconds[1] - seconds[0]) / (tokens - 1)
 
 
+def seconds_of_tokens(url: str, weights: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a token, streamed by our server and from `generate` in this process, in turns."""
+    tokens: dict[str, list[float]] = {"streamed": [], "generate": []}
+    generating = Generating(weights)
+    generating.token(8)
+    for _ in range(rounds):
+        tokens["streamed"].append(streamed_token(url, 200))
+        tokens["generate"].append(generating.token(200))
+    return tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder of the record (default: in results/serving)")
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="that has llama-cpp-python[server]")
-    parser.add_argument("--tokens", type=int, default=7400, help="of the document (default: %(default)s)")
+    parser.add_argument("--large", action="store_true", help="a model of 1.1 billion weights, which are random")
+    parser.add_argument("--tokens", type=int, help="of the document (default: 7400, and 32768 with --large)")
     parser.add_argument("--weights", type=int, default=4, choices=(4, 8), help="bits (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of the seconds of a token (default: %(default)s)")
     arguments = parser.parse_args()
-    text, threads = document(arguments.tokens), str(records.num_cores())
+    tokens_read = arguments.tokens or (32768 if arguments.large else 7400)
+    text, threads = document(tokens_read), str(records.num_cores())
     seconds: dict[str, dict[str, list[float]]] = {OURS: {}, PEER: {}}
 
     def note(server: str, what: str, answer: dict[str, Any]) -> str:
@@ -151,9 +185,14 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         ours = [sys.executable, "-m", "hf_hybrid_cache.cli", "serve", "--port", "8181", "--store", folder]
         ours += ["--weights", str(arguments.weights), "--bits", str(BITS)]
-        peer = [arguments.llama_cpp_python, "-m", "llama_cpp.server", "--model", str(model_file()), "--port", "8182"]
-        peer += ["--n_ctx", "8192", "--n_threads", threads, "--n_threads_batch", threads, "--flash_attn", "true"]
-        peer += ["--cache", "true", "--cache_size", str(2**31), "--host", "127.0.0.1"]
+        file = model_file()
+        if arguments.large:
+            model_folder = stack.enter_context(tempfile.TemporaryDirectory())
+            file = large_model(Path(model_folder), arguments.weights)
+            ours += ["--model", model_folder]
+        peer = [arguments.llama_cpp_python, "-m", "llama_cpp.server", "--model", str(file), "--port", "8182"]
+        peer += ["--n_ctx", str(tokens_read + 1024), "--n_threads", threads, "--n_threads_batch", threads]
+        peer += ["--flash_attn", "true", "--cache", "true", "--cache_size", str(2**33), "--host", "127.0.0.1"]
         urls = {PEER: stack.enter_context(serving(peer, "http://127.0.0.1:8182/v1", {"PYTHONPATH": ""}))}
         with serving(ours, "http://127.0.0.1:8181/v1", {}) as urls[OURS]:
             for server in (OURS, PEER):
@@ -164,33 +203,32 @@ def main() -> None:
                     talk = [user(f"{text}\n\n{question}")]
                     said = note(server, "another question" if number else "first question", ask(urls[server], talk))
                     talks[server] = [*talk, {"role": "assistant", "content": said}]
-            for number, turn in enumerate(TURNS):
+            turns = [document(LONG_TURN, tokens_read + LONG_TURN * number) for number in range(len(TURNS))]
+            for number, turn in enumerate(turns if arguments.large else TURNS):
                 for server in (OURS, PEER) if number % 2 else (PEER, OURS):
                     talks[server].append(user(turn))
                     said = note(server, "next turn", ask(urls[server], talks[server]))
                     talks[server].append({"role": "assistant", "content": said})
-            tokens: dict[str, list[float]] = {"streamed": [], "generate": []}
-            generating = Generating(arguments.weights)
-            generating.token(8)
-            for _ in range(arguments.rounds):
-                tokens["streamed"].append(streamed_token(urls[OURS], 200))
-                tokens["generate"].append(generating.token(200))
+            token_seconds = (
+                {} if arguments.large else seconds_of_tokens(urls[OURS], arguments.weights, arguments.rounds)
+            )
         with serving(ours, "http://127.0.0.1:8181/v1", {}) as urls[OURS]:
             ask(urls[OURS], [user("Hello.")])
             for question in ("What is a function?", "What is an expression?"):
                 note(OURS, "after a restart", ask(urls[OURS], [user(f"{text}\n\n{question}")]))
-    token = {name: statistics.median(each) for name, each in tokens.items()}
-    print(f"a token: streamed {1e3 * token['streamed']:.2f} ms, generate {1e3 * token['generate']:.2f} ms")
+    if arguments.large:
+        for server in seconds.values():
+            server.pop("first question")
     record = {
-        "model": MODEL,
-        "document_tokens": arguments.tokens,
+        "model": LARGE if arguments.large else MODEL,
+        "document_tokens": tokens_read,
         "weights_bits": arguments.weights,
         "kv_bits": {OURS: BITS, PEER: 16},
         "first_token_seconds": seconds,
-        "token_seconds": tokens,
-        "median_token_seconds": token,
+        "token_seconds": token_seconds,
+        "median_token_seconds": {name: statistics.median(each) for name, each in token_seconds.items()},
     }
-    print(f"record: {records.save('serving', record, arguments.out)}")
+    print(f"a token: {record['median_token_seconds']}\nrecord: {records.save('serving', record, arguments.out)}")
 
 
 if __name__ == "__main__":
