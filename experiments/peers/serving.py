@@ -217,8 +217,8 @@ def main() -> None:
             for question in ("What is a function?", "What is an expression?"):
                 note(OURS, "after a restart", ask(urls[OURS], [user(f"{text}\n\n{question}")]))
     if arguments.large:
-        for server in seconds.values():
-            server.pop("first question")
+        for by_question in seconds.values():
+            by_question.pop("first question")
     record = {
         "model": LARGE if arguments.large else MODEL,
         "document_tokens": tokens_read,

@@ -185,6 +185,9 @@ class Chat:
         chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, list(chat.token_ids)
         return chat
 
+    def __repr__(self) -> str:
+        return f"Chat({len(self.turns)} turns, {len(self.token_ids):,} tokens, {self.cache})"
+
     @property
     def cache(self) -> Cache:
         """The cache, which holds the first of the tokens."""

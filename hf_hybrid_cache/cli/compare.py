@@ -250,11 +250,15 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _conclusion(rows: Sequence[Row], dtype: str) -> str:
-    """Count the answers that are equal, explain why others differ if a data type has few digits, and give these."""
+    """Say how many answers differ and from where, explain why if a data type has few digits, and give these."""
     stock, *ours = rows
-    different = [row for row in ours if first_difference(row.token_ids, stock.token_ids)]
-    text = f"{len(ours) - len(different)} of {len(ours)} give the same answer as stock.\n"
-    if different and dtype != "float32":
+    first = {row.name: first_difference(row.token_ids, stock.token_ids) for row in ours}
+    different = [row for row in ours if first[row.name]]
+    if not different:
+        return f"All {len(ours)} give the same answer as stock.\n"
+    earliest = min(position for position in first.values() if position)
+    text = f"{len(different)} of {len(ours)} answers differ from that of stock, at token {earliest} at the earliest.\n"
+    if dtype != "float32":
         text += f"In {dtype} attention that adds up in another order rounds differently: try --dtype float32.\n"
     return text + "".join(f"\n{row.name} answers: {row.record['answer']}\n" for row in different)
 

@@ -206,7 +206,9 @@ def _smollm2_source() -> str:
         if not folder.is_dir() and package is not None and package.origin is not None:
             _convert(Path(package.origin).with_name(_SMOLLM2_FILE), folder)
     except OSError as error:
-        raise ModelLoadError(f"{SMOLLM2} cannot be kept on this disk: {error}") from error
+        raise ModelLoadError(
+            f"{SMOLLM2} cannot be converted: {error}. Set HF_HYBRID_CACHE_HOME to a folder that can be written to."
+        ) from error
     if folder.is_dir():
         return str(folder)
     if not _hub_answers():

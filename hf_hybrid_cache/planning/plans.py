@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from ..byte_sizes import parse_bytes
+from ..byte_sizes import parse_bytes, parse_tokens
 from ..cache import HybridCache
 from ..cache.construction import require_config
 from ..errors import HybridCacheError
@@ -196,7 +196,7 @@ def why_nothing_fits(model: ModelCost, plans: Sequence[Plan]) -> str:
 
 def cache_for_budget(
     config: PreTrainedConfig,
-    context: int,
+    context: int | str,
     gpu_memory: int | str | None = None,
     host_memory: int | str | None = None,
     batch_size: int = 1,
@@ -207,7 +207,7 @@ def cache_for_budget(
 
     Args:
         config: the model's config (`model.config`).
-        context: tokens, prompt and answer.
+        context: tokens, prompt and answer, as a number or as text such as "64K".
         gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU;
             `None` for what is free now, with the model loaded.
         host_memory: likewise.
@@ -216,14 +216,16 @@ def cache_for_budget(
 
     Raises:
         TypeError: `config` is not a transformers config.
-        ValueError: nothing fits; the message says what is short and which context would fit.
+        ValueError: a number or a size is not one; or nothing fits, and the message says what is short and which
+            context would fit.
 
     Example:
-        >>> cache = cache_for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
+        >>> cache = cache_for_budget(model.config, "64K", gpu_memory="8GiB", host_memory="32GiB")
         >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
     """
     require_config(config)
-    counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
+    tokens = parse_tokens(context) if isinstance(context, str) else context
+    counts = {"context": tokens, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
     context, batch_size, chunk = (checked_count(*each) for each in counts.items())
     model = model_cost(config, None, batch_size, chunk)
     given = [None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory)]

@@ -115,6 +115,9 @@ class StoredPrompts:
         """Path of the folder."""
         return self._folder.path
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
     def prompts(self) -> list[StoredPrompt]:
         """
         List the prompts and conversations that no other one continues, the one used last first.
