@@ -25,6 +25,7 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "docs/*.md",
     "docs/api/*.md",
     "docs/api/*.rst",

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[2]
-# Raise it when `make test-newest` passes: then all tests once, with constraints.txt, and docs/works-with.md.
+# Raise it when `make test-newest` passes: then all tests once, with constraints.txt, and docs/choosing.md.
 NEWEST_TRIED = Version("5.24")
 
 
@@ -33,5 +33,5 @@ def test_pages_name_the_range_that_the_package_asks_for():
     (specifiers,) = (each.specifier for each in requirements if each.name == "transformers")
     oldest, end = (next(each.version for each in specifiers if each.operator == operator) for operator in (">=", "<"))
     assert f"transformers {oldest} or newer, below {end}" in (REPOSITORY / "README.md").read_text()
-    page = (REPOSITORY / "docs" / "works-with.md").read_text()
+    page = (REPOSITORY / "docs" / "choosing.md").read_text()
     assert f"transformers from {oldest} and below {end}, tried up to {NEWEST_TRIED}" in page

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments import report
 from experiments.common import reading, records
-from experiments.experts import host_experts, load_memory
+from experiments.experts import load_memory
 from experiments.peers import llama_cpp, peers
 from experiments.processes import busy_machine, collective_cost
 from experiments.quality import needles, quality_caches
@@ -637,15 +637,6 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
         table = collective_cost.table(rows)
         start = next(i for i in range(len(lines)) if lines[i : i + len(table)] == table)
         assert lines[start + len(table)] == ""
-
-
-def test_planning_page_when_on_host_experts_then_states_the_record():
-    lines = (report.RESULTS.parent / "docs" / "planning.md").read_text().splitlines()
-    (record,) = report.load_records("host_experts").values()
-    assert {cell["model"] for cell in record["cells"]} == set(host_experts.MODELS)
-    for table in (host_experts.fit_table(record["cells"]), host_experts.speed_table(record["cells"])):
-        start = lines.index(table[0])
-        assert lines[start : start + len(table) + 1] == [*table, ""]
 
 
 def test_processes_are_added_until_twice_as_many_gain_little():
