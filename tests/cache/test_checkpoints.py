@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import (
     DynamicHybridCache,
@@ -18,7 +17,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from common.caches import CACHES, QUANTIZED, SPLIT, group_of_one
+from common.caches import CACHES, QUANTIZED, SPLIT, group_of_one, stock
 from common.interruptions import Interruption
 from common.modes import generate
 from models.architectures import small_model
@@ -40,24 +39,76 @@ FORGETFUL = [
     "NemotronHConfig",
     "Qwen3NextConfig",
 ]
-DOCUMENT = 40
 MakeCache = Callable[[PreTrainedConfig], HybridCache]
 
 
-def read(model: PreTrainedModel, cache: HybridCache, tokens: int = DOCUMENT, batch: int = 1) -> torch.Tensor:
-    """Read a document in chunks that the caller of a fresh cache reads again; return its ids."""
-    ids = random_prompt(batch, tokens) % 90
-    with torch.no_grad():
+class Document:
+    """
+    A document in two caches: `fresh` has just read it, and `cache` has a checkpoint after it.
+
+    Any test asks questions, and ends with `assert_back`:
+
+        document = Document(model)
+        document.ask()
+        document.assert_back()
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        make: MakeCache = DynamicHybridCache,
+        tokens: int = 40,
+        batch: int = 1,
+        by_prefill: bool = False,
+    ):
+        self.model, self.tokens = model, tokens
+        self.ids = random_prompt(batch, tokens) % 90
+        self.fresh, self.cache = make(model.config), make(model.config)
+        for cache in (self.fresh, self.cache):
+            if by_prefill:
+                prefill(model, self.ids, cache, progress=False)
+            else:
+                self.forward(cache, self.ids)
+        self.cache.checkpoint()
+
+    @torch.no_grad()
+    def forward(self, cache: HybridCache, ids: torch.Tensor) -> None:
         for chunk in ids.split(150, dim=1):
-            model(chunk, **cache_argument(cache))
-    return ids
+            self.model(chunk, **cache_argument(cache))
+
+    def answer(self, cache: HybridCache, seed: int = 2, length: int = 9) -> torch.Tensor:
+        """Ask a question; return the logits of the answer."""
+        ids = torch.cat([self.ids, random_prompt(len(self.ids), length, seed=seed) % 90], dim=1)
+        return generate(self.model, ids, cache, max_new_tokens=5, eos_token_id=None)[1]
+
+    def ask(self) -> None:
+        """Ask something that is long enough to let windows forget, and blocks be quantized."""
+        self.answer(self.cache, seed=1, length=90)
+
+    def assert_back(self, tolerance: float = 0.0) -> None:
+        """Check twice that the cache holds, and answers, at its checkpoint what the fresh one does."""
+        held, expected = states(self.fresh), self.answer(self.fresh)
+        for _ in range(2):
+            self.cache.go_back(self.tokens)
+            assert self.cache.get_seq_length() == self.tokens
+            assert all(torch.equal(*pair) for pair in zip(states(self.cache), held, strict=True))
+            torch.testing.assert_close(self.answer(self.cache), expected, rtol=tolerance, atol=tolerance)
 
 
-def answered(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, seed: int, length: int = 9) -> torch.Tensor:
-    """Ask a question about a document; return the logits of the answer."""
-    question = random_prompt(len(ids), length, seed=seed) % 90
-    _, logits = generate(model, torch.cat([ids, question], dim=1), cache, max_new_tokens=5, eos_token_id=None)
-    return logits
+def states(cache: HybridCache) -> list[torch.Tensor]:
+    twin = copy.deepcopy(cache)  # looking must not change where layers are
+    found = [getattr(layer, name, None) for layer in twin.layers for name in ("keys", "values")]
+    return [each for each in found if torch.is_tensor(each)]
+
+
+def quantized_4(config: PreTrainedConfig) -> HybridCache:
+    return QuantizedHybridCache(config, bits=4)
+
+
+some_caches = pytest.mark.parametrize(
+    ("family", "make"),
+    [(family, make) for family in ("gemma3", "qwen3_next", "llama") for make in (DynamicHybridCache, quantized_4)],
+)
 
 
 @pytest.fixture(params=FORGETFUL)
@@ -66,155 +117,24 @@ def forgetful(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def test_answer_after_going_back_when_layers_forget_then_is_a_fresh_caches(forgetful: PreTrainedModel):
-    fresh, cache = DynamicHybridCache(forgetful.config), DynamicHybridCache(forgetful.config)
-    ids = read(forgetful, fresh)
-    expected = answered(forgetful, fresh, ids, seed=2)
-    read(forgetful, cache)
-    cache.checkpoint()
-    for _ in range(2):
-        answered(forgetful, cache, ids, seed=1)
-        cache.crop(DOCUMENT - cache.get_seq_length())
-        assert cache.get_seq_length() == DOCUMENT
-        assert torch.equal(answered(forgetful, cache, ids, seed=2), expected)
-        cache.go_back(DOCUMENT)
-
-
-def test_crop_when_layers_forget_then_is_refused_and_changes_nothing(forgetful: PreTrainedModel):
-    cache = DynamicHybridCache(forgetful.config)
-    ids = read(forgetful, cache)
-    cache.checkpoint()
-    answered(forgetful, cache, ids, seed=1)
-    twin, held = copy.deepcopy(cache), cache.get_seq_length()
-    with pytest.raises(NoCheckpointError, match=f"Checkpoints are at: {DOCUMENT}") as error:
-        cache.crop(-2)
-    assert "go_back" in str(error.value)
-    assert cache.get_seq_length() == held
-    longer = random_prompt(1, held + 1) % 90
-    assert torch.equal(*(generate(forgetful, longer, each, max_new_tokens=3)[1] for each in (cache, twin)))
-
-
-def test_crop_when_layers_forget_then_succeeds_only_where_right(forgetful: PreTrainedModel):
-    cache, shorter = (DynamicHybridCache(forgetful.config) for _ in range(2))
-    ids = read(forgetful, cache, 12)
-    with torch.no_grad():
-        forgetful(ids[:, :9], **cache_argument(shorter))
-    try:
-        cache.crop(-3)
-    except NoCheckpointError:
-        return
-    logits = (answered(forgetful, each, ids[:, :9], seed=1) for each in (cache, shorter))
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    document = Document(forgetful)
+    document.ask()
+    document.cache.crop(40 - document.cache.get_seq_length())  # goes back, too
+    assert document.cache.get_seq_length() == 40
+    document.assert_back()
 
 
 @pytest.mark.parametrize("name", [*CACHES, *QUANTIZED])
 def test_states_after_going_back_when_long_then_are_those_of_before(name: str):
-    model = tiny_model("gemma3")
-    make: MakeCache = CACHES[name] if name in CACHES else QUANTIZED[name][0]
-    fresh, cache = make(model.config), make(model.config)
-    if cache.group is not None and cache.codecs:
+    if name == "quantized_shared_with_nobody" and group_of_one() is not None:
         pytest.skip("several processes have no checkpoints of quantized layers")
-    ids = read(model, fresh, 330)
-    before = states(fresh)
-    expected = answered(model, fresh, ids, seed=2)
-    read(model, cache, 330)
-    cache.checkpoint()
-    answered(model, cache, ids, seed=1, length=100)
-    cache.crop(330 - cache.get_seq_length())
-    assert all(torch.equal(*pair) for pair in zip(states(cache), before, strict=True))
-    found = answered(model, cache, ids, seed=2)
+    document = Document(tiny_model("gemma3"), CACHES[name] if name in CACHES else QUANTIZED[name][0], 330)
+    document.ask()
     # Where tokens that have left the device stay in host memory, attention is divided in another way.
-    if name not in SPLIT and name != "quantized_split_in_three":
-        assert torch.equal(found, expected)
+    document.assert_back(torch.inf if name in SPLIT or name == "quantized_split_in_three" else 0)
 
 
-def states(cache: HybridCache) -> list[torch.Tensor]:
-    twin = copy.deepcopy(cache)  # looking must not change where layers are
-    return [each for layer in twin.layers for each in (layer.keys, layer.values)]
-
-
-def test_go_back_when_between_checkpoints_then_goes_to_the_last_before():
-    model = tiny_model("gemma3")
-    cache = DynamicHybridCache(model.config)
-    ids = read(model, cache, 30)
-    cache.checkpoint()
-    with torch.no_grad():
-        model(random_prompt(1, 10), **cache_argument(cache))
-        cache.checkpoint()
-        model(random_prompt(1, 10), **cache_argument(cache))
-    assert cache.checkpoints == (30, 40)
-    assert cache.go_back(50) == 50 == cache.get_seq_length()
-    assert cache.go_back(45) == 40 == cache.get_seq_length()
-    assert cache.go_back(39) == 30 == cache.get_seq_length()
-    assert cache.checkpoints == (30,)
-    with pytest.raises(NoCheckpointError):
-        cache.go_back(29)
-    with pytest.raises(ValueError, match="from 0 to the 30 tokens"):
-        cache.go_back(31)
-    cache.drop_checkpoint(30)
-    assert cache.checkpoints == ()
-    assert ids.shape[1] == cache.get_seq_length()
-
-
-def test_go_back_when_all_layers_can_be_cropped_then_is_exact():
-    model = tiny_model("llama")
-    cache = DynamicHybridCache(model.config)
-    read(model, cache, 30)
-    assert cache.go_back(17) == 17 == cache.get_seq_length()
-
-
-@pytest.mark.parametrize("with_checkpoint", [True, False])
-def test_keep_common_prefix_when_layers_forget_then_goes_to_a_checkpoint(with_checkpoint: bool):
-    model = tiny_model("gemma3")
-    cache, fresh = DynamicHybridCache(model.config), DynamicHybridCache(model.config)
-    ids = random_prompt(1, DOCUMENT) % 90
-    prefill(model, ids, cache, progress=False)
-    if with_checkpoint:
-        cache.checkpoint()
-    answered(model, cache, ids, seed=1, length=30)
-    prompt = torch.cat([ids, random_prompt(1, 30, seed=1)[:, :20] % 90, random_prompt(1, 9, seed=2) % 90], dim=1)
-    assert cache.keep_common_prefix(prompt) == (DOCUMENT if with_checkpoint else 0) == cache.get_seq_length()
-    prefill(model, ids, fresh, progress=False)
-    expected, found = (generate(model, prompt, each, max_new_tokens=3)[0] for each in (fresh, cache))
-    assert torch.equal(found, expected)
-
-
-def test_checkpoint_when_nothing_is_stored_then_is_refused():
-    with pytest.raises(ValueError, match="holds no tokens"):
-        DynamicHybridCache(tiny_model("gemma3").config).checkpoint()
-
-
-def test_checkpoint_when_quantized_layers_are_shared_then_is_refused():
-    model = tiny_model("llama")
-    cache = QuantizedHybridCache(model.config, group=group_of_one())
-    read(model, cache, 30)
-    if cache.group is not None:
-        with pytest.raises(ValueError, match=r"cache\.save"):
-            cache.checkpoint()
-
-
-def test_checkpoints_when_the_cache_is_reset_or_cropped_then_are_dropped():
-    model = tiny_model("llama")
-    cache = DynamicHybridCache(model.config)
-    read(model, cache, 30)
-    cache.checkpoint()
-    cache.crop(-1)
-    assert cache.checkpoints == ()
-    cache.checkpoint()
-    cache.reset()
-    assert cache.checkpoints == ()
-
-
-# Sequences
-
-
-def quantized_4(config: PreTrainedConfig) -> HybridCache:
-    return QuantizedHybridCache(config, bits=4)
-
-
-BATCHED = [(family, make) for family in ("gemma3", "qwen3_next", "llama") for make in (DynamicHybridCache, quantized_4)]
-
-
-@pytest.mark.parametrize(("family", "make"), BATCHED)
+@some_caches
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
@@ -231,140 +151,169 @@ BATCHED = [(family, make) for family in ("gemma3", "qwen3_next", "llama") for ma
 def test_checkpoint_when_sequences_change_then_follows(
     family: str, make: MakeCache, change: Callable[[HybridCache], object], rows: list[int]
 ):
-    model = tiny_model(family)
-    fresh, cache = make(model.config), make(model.config)
-    ids = read(model, fresh, 200, batch=3)
-    change(fresh)
-    read(model, cache, 200, batch=3)
-    cache.checkpoint()
-    answered(model, cache, ids, seed=1, length=90)
-    change(cache)
-    cache.go_back(200)
-    expected, found = (answered(model, each, ids[rows], seed=2) for each in (fresh, cache))
-    torch.testing.assert_close(found, expected)
+    document = Document(tiny_model(family), make, 200, batch=3)
+    document.ask()
+    for cache in (document.fresh, document.cache):
+        change(cache)
+    document.ids = document.ids[rows]
+    document.assert_back(1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
 def test_document_when_beams_have_followed_then_is_gone_back_to(family: str):
-    model = tiny_model(family)
-    fresh, cache = DynamicHybridCache(model.config), DynamicHybridCache(model.config)
-    ids = read(model, fresh, 150)
-    expected = answered(model, fresh, ids, seed=2)
-    read(model, cache, 150)
-    cache.checkpoint()
-    generate(model, torch.cat([ids, random_prompt(1, 5)], dim=1), cache, num_beams=4)
-    cache.go_back(150)
-    cache.batch_select_indices(torch.tensor([0]))
-    torch.testing.assert_close(answered(model, cache, ids, seed=2), expected)
+    document = Document(tiny_model(family), tokens=150)
+    generate(document.model, torch.cat([document.ids, random_prompt(1, 5)], dim=1), document.cache, num_beams=4)
+    document.cache.batch_select_indices(torch.tensor([0]))
+    document.assert_back(1e-5)
 
 
-@pytest.mark.parametrize(("family", "make"), BATCHED)
+@some_caches
 def test_copy_of_a_cache_when_one_goes_on_then_has_checkpoints_of_its_own(family: str, make: MakeCache):
-    model = tiny_model(family)
-    cache = make(model.config)
-    ids = read(model, cache, 200)
-    cache.checkpoint()
-    twin = copy.deepcopy(cache)
-    answered(model, cache, ids, seed=1, length=90)
-    cache.go_back(200)
-    cache.reset()
-    expected = answered(model, copy.deepcopy(twin), ids, seed=2)
-    answered(model, twin, ids, seed=1, length=90)
-    twin.go_back(200)
-    assert torch.equal(answered(model, twin, ids, seed=2), expected)
+    document = Document(tiny_model(family), make, 200)
+    original, twin = document.cache, copy.deepcopy(document.cache)
+    document.ask()
+    original.go_back(200)
+    original.reset()
+    document.cache = twin
+    document.ask()
+    document.assert_back()
 
 
-# Places
-
-
-@pytest.mark.parametrize(("family", "make"), BATCHED)
+@some_caches
 def test_checkpoint_when_the_cache_takes_another_type_then_has_it_too(family: str, make: MakeCache):
-    model, narrower = tiny_model(family), tiny_model(family, torch.bfloat16)
-    cache = make(model.config)
-    ids = read(model, cache, 200)
+    document = Document(tiny_model(family), make, 200)
+    fresh = copy.deepcopy(document.cache)  # which has chosen its codecs
+    document.ask()
+    document.fresh, document.model = fresh.to(torch.bfloat16), tiny_model(family, torch.bfloat16)
+    document.cache.to(torch.bfloat16)
+    document.assert_back()
+
+
+def test_document_when_read_by_prefill_then_is_gone_back_to():
+    document = Document(tiny_model("gemma3"), tokens=100, by_prefill=True)
+    document.ask()
+    document.assert_back()
+
+
+def test_crop_when_layers_forget_then_is_refused_and_changes_nothing(forgetful: PreTrainedModel):
+    document = Document(forgetful)
+    cache = document.cache
+    document.answer(cache, seed=1)
+    twin, held = copy.deepcopy(cache), cache.get_seq_length()
+    with pytest.raises(NoCheckpointError, match=r"Checkpoints are at: 40(.|\n)*go_back"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == held
+    longer = random_prompt(1, held + 1) % 90
+    assert torch.equal(*(generate(forgetful, longer, each, max_new_tokens=3)[1] for each in (cache, twin)))
+
+
+def test_crop_when_layers_forget_then_succeeds_only_where_right(forgetful: PreTrainedModel):
+    document, longer = Document(forgetful, tokens=9), DynamicHybridCache(forgetful.config)
+    document.forward(longer, torch.cat([document.ids, random_prompt(1, 3) % 90], dim=1))
+    try:
+        longer.crop(-3)
+    except NoCheckpointError:
+        return
+    torch.testing.assert_close(document.answer(longer), document.answer(document.fresh), rtol=1e-4, atol=1e-5)
+
+
+def test_go_back_when_between_checkpoints_then_goes_to_the_last_before():
+    document = Document(tiny_model("gemma3"), tokens=30)
+    cache = document.cache
+    document.forward(cache, random_prompt(1, 10))
     cache.checkpoint()
-    fresh = copy.deepcopy(cache).to(torch.bfloat16)
-    answered(model, cache, ids, seed=1, length=90)
-    cache.to(torch.bfloat16)
-    cache.go_back(200)
-    assert torch.equal(*(answered(narrower, each, ids, seed=2) for each in (cache, fresh)))
+    document.forward(cache, random_prompt(1, 10))
+    assert cache.checkpoints == (30, 40)
+    for asked, reached in ((50, 50), (45, 40), (39, 30)):
+        assert cache.go_back(asked) == reached == cache.get_seq_length()
+    assert cache.checkpoints == (30,)
+    with pytest.raises(NoCheckpointError):
+        cache.go_back(29)
+    with pytest.raises(ValueError, match="from 0 to the 30 tokens"):
+        cache.go_back(31)
+    cache.drop_checkpoint(30)
+    assert cache.checkpoints == ()
+    assert cache.get_seq_length() == 30
+
+
+def test_cache_when_all_layers_can_be_cropped_then_goes_back_anywhere():
+    cache = Document(tiny_model("llama"), tokens=30).cache
+    assert cache.go_back(17) == 17 == cache.get_seq_length()
+    for drop in (lambda: cache.crop(-1), cache.reset):
+        cache.checkpoint()
+        drop()
+        assert cache.checkpoints == ()
+
+
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+def test_keep_common_prefix_when_layers_forget_then_goes_to_a_checkpoint(with_checkpoint: bool):
+    document = Document(tiny_model("gemma3"), by_prefill=True)
+    model, cache = document.model, document.cache
+    if not with_checkpoint:
+        cache.drop_checkpoint(40)
+    document.answer(cache, seed=1, length=30)
+    common = random_prompt(1, 30, seed=1)[:, :20]
+    prompt = torch.cat([document.ids, common % 90, random_prompt(1, 9, seed=2) % 90], dim=1)
+    assert cache.keep_common_prefix(prompt) == (40 if with_checkpoint else 0) == cache.get_seq_length()
+    expected, found = (generate(model, prompt, each, max_new_tokens=3)[0] for each in (document.fresh, cache))
+    assert torch.equal(found, expected)
+
+
+def test_checkpoint_when_there_is_nothing_or_codes_are_shared_then_refuses():
+    with pytest.raises(ValueError, match="holds no tokens"):
+        DynamicHybridCache(tiny_model("gemma3").config).checkpoint()
+    if group_of_one() is not None:
+        with pytest.raises(ValueError, match=r"cache\.save"):
+            Document(tiny_model("llama"), lambda config: QuantizedHybridCache(config, group=group_of_one()))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_memory_when_there_is_a_checkpoint_then_counts_small_states_alone(family: str):
-    model = tiny_model(family)
-    cache = DynamicHybridCache(model.config)
-    read(model, cache, 300)
-    before = cache.memory()
-    cache.checkpoint()
-    kept = cache.memory().host_bytes - before.host_bytes
-    stock = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(random_prompt(1, 300), **cache_argument(stock))
-    layers = [layer for layer, ours in zip(stock.layers, cache.layers, strict=True) if type(layer) is type(ours)]
-    assert 0 < kept == sum(each.nbytes for layer in layers for each in _tensors(layer))
-    cache.drop_checkpoint(300)
-    assert cache.memory() == before
+    document, theirs = Document(tiny_model(family), tokens=300), stock(tiny_model(family).config)
+    document.forward(theirs, document.ids)
+    pairs = zip(theirs.layers, document.cache.layers, strict=True)
+    kept = sum(each.nbytes for layer, ours in pairs if type(layer) is type(ours) for each in tensors_of(layer))
+    before = document.fresh.memory()
+    assert 0 < kept == document.cache.memory().host_bytes - before.host_bytes
+    document.cache.drop_checkpoint(300)
+    assert document.cache.memory() == before
 
 
-def _tensors(layer: object) -> Iterator[torch.Tensor]:
+def tensors_of(layer: object) -> Iterator[torch.Tensor]:
     for value in vars(layer).values():
         yield from (each for each in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(each))
 
 
-# Passes that end half-way
-
-
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_go_back_when_a_pass_has_ended_half_way_then_the_cache_is_whole(family: str):
-    model = tiny_model(family)
-    cache = DynamicHybridCache(model.config)
-    ids = read(model, cache)
-    cache.checkpoint()
-    expected = answered(model, copy.deepcopy(cache), ids, seed=2)
+    document = Document(tiny_model(family))
 
     def fail(*_: object) -> None:
         raise RuntimeError("ended")
 
-    hook = model.model.layers[2].register_forward_pre_hook(fail)
+    hook = document.model.model.layers[2].register_forward_pre_hook(fail)
     try:
         with pytest.raises(RuntimeError, match="ended"):
-            answered(model, cache, ids, seed=1)
+            document.ask()
     finally:
         hook.remove()
-    with pytest.raises(IncompleteCacheError, match=rf"go_back\(n\) to a checkpoint \({DOCUMENT}\)"):
-        cache.drop_unfinished()
-    cache.go_back(DOCUMENT)
-    assert torch.equal(answered(model, cache, ids, seed=2), expected)
+    with pytest.raises(IncompleteCacheError, match=r"go_back\(n\) to a checkpoint \(40\)"):
+        document.cache.drop_unfinished()
+    document.assert_back()
 
 
-def test_document_when_read_by_prefill_then_is_gone_back_to():
-    model = tiny_model("gemma3")
-    ids = random_prompt(1, 100)
-    cache = prefill(model, ids, DynamicHybridCache(model.config))
-    cache.checkpoint()
-    expected = answered(model, copy.deepcopy(cache), ids, seed=2)
-    answered(model, cache, ids, seed=1)
-    cache.go_back(100)
-    assert torch.equal(answered(model, cache, ids, seed=2), expected)
-
-
-@pytest.mark.parametrize(("family", "make"), BATCHED)
+@some_caches
 def test_go_back_when_interrupted_anywhere_then_is_done_or_refused(family: str, make: MakeCache):
-    model = tiny_model(family)
-    cache = make(model.config)
-    ids = read(model, cache, 200)
-    cache.checkpoint()
-    expected = answered(model, copy.deepcopy(cache), ids, seed=2)
-    answered(model, cache, ids, seed=1, length=90)
-    counting = Interruption()
-    twin = copy.deepcopy(cache)
+    document, counting = Document(tiny_model(family), make, 200), Interruption()
+    expected = document.answer(document.fresh)
+    document.ask()
+    twin = copy.deepcopy(document.cache)
     counting.run(lambda: twin.go_back(200))
     for line in range(1, counting.lines, max(1, counting.lines // 12)):
-        twin = copy.deepcopy(cache)
+        twin = copy.deepcopy(document.cache)
         Interruption(KeyboardInterrupt, line).run(lambda twin=twin: twin.go_back(200))
         try:
             twin.go_back(200)
-            assert torch.equal(answered(model, twin, ids, seed=2), expected)
+            assert torch.equal(document.answer(twin), expected)
         except IncompleteCacheError:
             twin.reset()

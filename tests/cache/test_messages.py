@@ -2,25 +2,26 @@
 
 import copy
 import pickle
+import re
 import warnings
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+import hf_hybrid_cache
 from hf_hybrid_cache import (
     CacheFileError,
     DecodeOnCPU,
+    DeviceMemoryError,
     DynamicHybridCache,
+    HostMemoryError,
     HybridCache,
-    KVCodec,
+    HybridCacheError,
     OffloadedHybridCache,
-    Placement,
     QuantizedHybridCache,
-    cache_for_budget,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
@@ -50,46 +51,6 @@ def test_a_cache_that_changes_something_warns_of_nothing(family: str):
         DynamicHybridCache(tiny_model(family).config)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"config": LlamaConfig},
-            "config must be a transformers config such as model.config, got the class LlamaConfig",
-        ),
-        ({"config": "llama"}, "got str"),
-        (
-            {"placement": Placement},
-            r"placement must be a Placement such as Placement\(offload=True\).* the class Placement",
-        ),
-        ({"codec": minmax}, r"codec must be a KVCodec such as minmax\(4\), or None, got function"),
-        ({"codec": 4}, "got int"),
-        ({"codec": {0: KVCodec}}, "codec must be a KVCodec .* got the class KVCodec"),
-        ({"codec": {0: minmax(4), 1: minmax}}, "got function"),
-    ],
-)
-def test_argument_when_of_wrong_type_then_error_names_it(arguments: dict, message: str):
-    with pytest.raises(TypeError, match=message):
-        HybridCache(**{"config": LlamaConfig(num_hidden_layers=2), **arguments})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        DynamicHybridCache,
-        OffloadedHybridCache,
-        QuantizedHybridCache,
-        lambda config: QuantizedHybridCache(config, bits={0: 4}),
-        lambda config: cache_for_budget(config, 100, gpu_memory=0, host_memory="1GiB"),
-        lambda config: HybridCache.load("document.kv", config),
-    ],
-)
-@pytest.mark.parametrize(("config", "given"), [(LlamaConfig, "the class LlamaConfig"), ("llama", "str")])
-def test_a_class_for_the_config_is_named(make: Callable[[Any], HybridCache], config: object, given: str):
-    with pytest.raises(TypeError, match=f"config must be a transformers config such as model.config, got {given}"):
-        make(config)
-
-
 @pytest.mark.parametrize("cache", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, HybridCache])
 def test_a_class_for_a_cache_is_named(cache: type[HybridCache]):
     model, ids = tiny_model("llama"), random_prompt(1, 20)
@@ -107,12 +68,6 @@ def test_a_layer_whose_codec_is_none_stays_in_full_precision():
     assert list(cache.codecs) == [2]
 
 
-@pytest.mark.parametrize("bits", [4.0, "4", 3, (4, 4.0), True, None])
-def test_bits_when_not_integers_then_are_refused(bits: object):
-    with pytest.raises(ValueError, match="bits must be 8, 4 or 2, or a pair of these"):
-        minmax(bits)
-
-
 def test_a_cache_of_fewer_layers_than_the_model_names_both():
     config = copy.deepcopy(tiny_model("llama").config)
     config.num_hidden_layers = 3
@@ -124,9 +79,8 @@ def test_a_cache_of_fewer_layers_than_the_model_names_both():
 def test_prompt_when_not_longer_than_cache_then_is_refused_with_way_out(length: int):
     model, ids = tiny_model("llama"), random_prompt(1, 20)
     cache = filled(DynamicHybridCache(model.config), 20)
-    with pytest.raises(
-        ValueError, match=r"not longer than the 20 tokens that the cache holds already.*cache\.reset\(\)"
-    ):
+    message = r"not longer than the 20 tokens that the cache holds already.*cache\.reset\(\)"
+    with pytest.raises(ValueError, match=message):
         model(ids[:, :0], **cache_argument(cache))
     with pytest.raises(ValueError, match="not longer than the 20 tokens"):
         model.generate(ids[:, :length], **cache_argument(cache), max_new_tokens=2)
@@ -194,3 +148,39 @@ def test_a_file_for_a_model_of_more_digits_is_converted(saved: Path, tmp_path: P
         assert torch.equal(ours.keys, theirs.keys.float())
     with pytest.raises(CacheFileError, match="has to be converted and cannot be mapped"):
         HybridCache.load(tmp_path / "half.kv", config_of(torch.float32), mmap=True)
+
+
+# Errors
+
+
+def defined_errors() -> set[type[BaseException]]:
+    """List the exception classes of the package, by name, from the modules that define them."""
+    found = set()
+    package = Path(hf_hybrid_cache.__file__).parent
+    for path in package.rglob("*.py"):
+        names = re.findall(r"^class (\w+(?:Error|Exception|Warning|Interrupt))\b", path.read_text(), re.MULTILINE)
+        module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        found.update(getattr(import_module(module), name) for name in names)
+    return {each for each in found if issubclass(each, BaseException)}
+
+
+def test_every_error_extends_the_base_and_one_that_was_there_before():
+    errors = defined_errors()
+    assert len(errors) > 10
+    for error in errors - {HybridCacheError}:
+        assert issubclass(error.__bases__[0], HybridCacheError), error
+        known = next(each for each in error.__mro__ if each.__module__ in ("builtins", "torch"))
+        assert known is not Exception, error
+
+
+@pytest.mark.parametrize(("error", "known"), [(HostMemoryError, MemoryError), (DeviceMemoryError, RuntimeError)])
+def test_an_error_when_raised_is_caught_as_either(error: type[Exception], known: type[Exception]):
+    for caught in (HybridCacheError, known):
+        with pytest.raises(caught, match="4 GiB"):
+            raise error("4 GiB")
+
+
+def test_an_error_when_pickled_is_the_same():
+    error = pickle.loads(pickle.dumps(DeviceMemoryError("4 GiB")))
+    assert (type(error), error.args) == (DeviceMemoryError, ("4 GiB",))
+    assert isinstance(error, torch.OutOfMemoryError)

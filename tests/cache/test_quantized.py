@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -25,8 +26,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.host_memory import Limit
 
-from common.lazy_streams import copy_late
-from common.quantized_reference import quantized_reference
 from models.tiny_models import random_prompt, tiny_model
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, hidden_size=512, head_dim=64)
@@ -36,18 +35,16 @@ def states(num_tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -
     return torch.randn(1, 8, num_tokens, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fill(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32) -> None:
+def fill(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32, attends: bool = False) -> None:
+    """Store states; `attends` lets a query attend to each layer: states that wait for it are quantized."""
     for layer in range(2):
-        cache.update(states(num_tokens, layer, dtype), states(num_tokens, layer + 10, dtype), layer)
+        held = cache.update(states(num_tokens, layer, dtype), states(num_tokens, layer + 10, dtype), layer)
+        if attends:
+            scaled_dot_product_attention(states(1, layer + 20, dtype), *held)
+        del held  # its memory is lent again to the next layer
 
 
-def fill_and_attend(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32) -> None:
-    """Store states as `fill` does, and attend to each layer with one query: states that wait for it are quantized."""
-    for layer in range(2):
-        scaled_dot_product_attention(
-            states(1, layer + 20, dtype),
-            *cache.update(states(num_tokens, layer, dtype), states(num_tokens, layer + 10, dtype), layer),
-        )
+fill_and_attend = partial(fill, attends=True)
 
 
 @pytest.mark.covering(1)
@@ -93,14 +90,14 @@ def test_states_when_not_finite_then_are_refused_and_nothing_changes(
 ):
     cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=cpu_decode)
     store(cache, 300)
-    before = [part.clone() for part in (copy.deepcopy(cache).layers[0].keys, copy.deepcopy(cache).layers[0].values)]
+    twin = copy.deepcopy(cache)
     broken = states(200, seed=5)
     broken[0, 3, 17, 2] = bad
     with pytest.raises(ValueError, match=rf"{reason}.* Nothing was stored"):
         cache.update(states(200), broken, 0)
     assert cache.layers[0].get_seq_length() == 300
-    assert torch.equal(cache.layers[0].keys, before[0])
-    assert torch.equal(cache.layers[0].values, before[1])
+    assert torch.equal(cache.layers[0].keys, twin.layers[0].keys)
+    assert torch.equal(cache.layers[0].values, twin.layers[0].values)
 
 
 def test_what_is_not_coded_yet_passes_on_what_is_not_a_number():
@@ -134,59 +131,25 @@ def test_layers_that_are_not_named_stay_in_full_precision():
     assert not torch.equal(cache.layers[1].keys, states(300, 1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"bits": 5}, "bits must be 8, 4 or 2"),
-        ({"bits": {7: 4}}, r"codec names layers \[7\]; the model's full-attention layers are \[0, 1\]"),
-        ({"bits": {0: 3}}, "got 3"),
-        ({"bits": [4, 8]}, r"a pair of these for keys and values, got \[4, 8\]"),
-        ({"max_length": -1}, "max_length must be an integer of at least 0"),
-    ],
-)
-def test_arguments_that_make_no_cache_are_refused(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        QuantizedHybridCache(CONFIG, **arguments)
+def without_kernel(name: str) -> KVCodec:
+    """Return a codec for which there is no kernel."""
+    if name == "quanto":
+        pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
+        return quanto(4)
+    return KVCodec(minmax(8).values, minmax(8).keys)  # keys are grouped as values are
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"group_size": 63}, "group_size must be a positive multiple of 16"),
-        ({"sink_tokens": 1.5}, "sink_tokens must be an integer"),
-    ],
-)
-def test_arguments_that_make_no_codec_are_refused(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        minmax(4, **arguments)
-
-
-def test_codec_when_without_kernel_then_is_decoded_for_each_step():
-    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
-    model = tiny_model("llama")
-    options = {"max_new_tokens": 80, "do_sample": False}
-    ids = random_prompt(1, 150)
-    caches = (HybridCache(model.config, codec=quanto(4)), DynamicCache(config=model.config))
-    ours, theirs = (model.generate(ids, **cache_argument(cache), **options) for cache in caches)
-    assert ours.shape == theirs.shape
-    assert (ours == theirs).float().mean() > 0.7
-    refused = HybridCache(model.config, Placement(cpu_decode=True), codec=quanto(4))
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "error"), [("quanto", 0.3), ("swapped grouping", 0.05)])
+def test_codec_when_without_kernel_then_is_decoded_for_each_step(name: str, error: float):
+    model, ids, codec = tiny_model("llama"), random_prompt(1, 301), without_kernel(name)
+    caches = (HybridCache(model.config, codec=codec), DynamicCache(config=model.config))
+    for cache in caches:
+        model(ids[:, :300], **cache_argument(cache))
+    ours, theirs = (model(ids[:, 300:], **cache_argument(cache)).logits for cache in caches)
+    assert 0 < (ours - theirs).norm() < error * theirs.norm()
+    refused = HybridCache(model.config, Placement(cpu_decode=True), codec=codec)
     with pytest.raises(ValueError, match="There is no kernel that attends to"):
-        model.generate(ids, **cache_argument(refused), **options)
-
-
-def test_swapped_grouping_when_attended_then_uses_no_kernel():
-    minmax_8 = minmax(8)
-    swapped = KVCodec(minmax_8.values, minmax_8.keys)
-    model, ids = tiny_model("llama"), random_prompt(1, 301)
-    caches = (HybridCache(model.config, codec=swapped), DynamicCache(config=model.config))
-    with torch.no_grad():
-        for cache in caches:
-            model(ids[:, :300], **cache_argument(cache))
-        ours, theirs = (model(ids[:, 300:], **cache_argument(cache)).logits for cache in caches)
-    assert (ours - theirs).norm() < 0.05 * theirs.norm()
-    refused = HybridCache(model.config, Placement(cpu_decode=True), codec=swapped)
-    with torch.no_grad(), pytest.raises(ValueError, match="There is no kernel that attends to"):
         model(ids, **cache_argument(refused))
 
 
@@ -220,38 +183,6 @@ def test_decode_on_cpu_takes_a_quantized_cache_along():
     cache = QuantizedHybridCache(model.config, bits=8)
     actual = model.generate(ids, **cache_argument(cache), custom_generate=DecodeOnCPU(), **options)
     assert torch.equal(actual, expected)
-
-
-def test_what_is_cropped_into_a_coded_block_keeps_what_the_codes_stand_for():
-    cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=False)
-    fill_and_attend(cache, 400)
-    before = cache.layers[0].keys.clone()
-    cache.crop(-250)
-    assert torch.equal(cache.layers[0].keys, before[:, :, :150])
-    assert cache.layers[0].store.packed.num_entries == 1
-    fill(cache, 1)
-    assert torch.equal(cache.layers[0].keys[:, :, :150], before[:, :, :150])
-
-
-def test_the_same_general_form_takes_a_codec_and_a_placement():
-    cache = HybridCache(
-        CONFIG, Placement(offload=True, cpu_decode=False), codec=minmax((8, 4), sink_tokens=0, rotate=True)
-    )
-    fill(cache, 300)
-    assert cache.stats.bytes_to_host > 0
-    assert cache.get_seq_length() == 300
-
-
-def test_prompt_chunk_when_attending_then_sees_current_recent_tokens():
-    """A device copy from the chunk before would be stale, where the CPU attends to the codes afterwards."""
-    cache = HybridCache(CONFIG, Placement(cpu_decode=True), codec=minmax(8, rotate=True))
-    plain = quantized_reference(CONFIG, minmax(8, rotate=True))
-    copy_late(cache)
-    for chunk in range(4):
-        new = states(128, seed=chunk), states(128, seed=chunk + 10)
-        ours, theirs = (each.update(*new, 0) for each in (cache, plain))
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize("rotate", [True, "auto"])

@@ -2,7 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from models.tiny_models import random_prompt, tiny_model
 
 USUAL = 0.040
+SLOW = 4 * USUAL
 # Enough to know what is usual, and to hear of what is not.
 MANY = 64
 
@@ -29,160 +32,123 @@ class Others:
         return self.busy
 
 
+class Phase(NamedTuple):
+    """Some steps; `seconds` may depend on the number of a step."""
+
+    number: int
+    seconds: float | Callable[[int], float]
+    pause: float = 0.001
+    batch: int = 1
+    num_tokens: int | None = None
+    threads: int = 2
+
+
 class Steps:
     """Takes steps of any length, at once."""
 
     def __init__(self, busy: float = 1.0):
-        self.now = 100.0
-        self.num_tokens = 4000
+        self.now, self.num_tokens = 100.0, 4000
         self.slow_steps = SlowSteps(lambda: Others(busy), lambda: self.now)
 
-    def take(self, number: int, seconds: float | Callable[[int], float], pause: float = 0.001, batch: int = 1) -> None:
-        for index in range(number):
-            self.slow_steps.begin(self.num_tokens, batch)
-            self.now += seconds(index) if callable(seconds) else seconds
-            self.slow_steps.end()
-            self.now += pause
-            self.num_tokens += 1
+    def take(self, *phases: Phase) -> None:
+        for number, seconds, pause, batch, num_tokens, threads in phases:
+            self.num_tokens = num_tokens or self.num_tokens
+            with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
+                for index in range(number):
+                    self.slow_steps.begin(self.num_tokens, batch)
+                    self.now += seconds(index) if callable(seconds) else seconds
+                    self.slow_steps.end()
+                    self.now += pause
+                    self.num_tokens += 1
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_steps, "_has_warned", False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def quiet():
+def quiet() -> Iterator[None]:
     """Fail on any warning inside the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
+FIRST, THEN = Phase(MANY, USUAL), Phase(MANY, SLOW)
+
+
 def test_slow_steps_when_other_processes_are_busy_then_warn_once_with_cure():
     steps = Steps(busy=1.2)
-    steps.take(MANY, USUAL)
+    steps.take(FIRST)
     message = (
         r"Decode steps take 160 ms, 4\.0 times as long as before, while other processes keep 1\.2 processors busy.*"
         r"set GOMP_SPINCOUNT=0 in the environment before Python starts, or use fewer threads than 2 \(OMP_NUM_THR"
     )
     with pytest.warns(UserWarning, match=message):
-        steps.take(MANY, 4 * USUAL)
+        steps.take(THEN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for each in (steps, Steps()):
-            each.take(MANY, USUAL)
-            each.take(MANY, 4 * USUAL)
+            each.take(FIRST, THEN)
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_cure_when_taken_already_then_is_not_named(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, "0")
-    steps = Steps()
-    steps.take(MANY, USUAL)
     with pytest.warns(UserWarning, match="slowest thread: use fewer threads than 2") as found:
-        steps.take(MANY, 4 * USUAL)
+        Steps().take(FIRST, THEN)
     assert "GOMP_SPINCOUNT" not in str(found[0].message)
 
 
 def test_warning_when_half_of_the_steps_are_slow_then_comes():
-    steps = Steps()
-    steps.take(MANY, USUAL)
     with pytest.warns(UserWarning, match="Decode steps take 160 ms"):
-        steps.take(MANY, lambda index: 4 * USUAL if index % 2 else USUAL)
+        Steps().take(FIRST, Phase(MANY, lambda index: SLOW if index % 2 else USUAL))
+
+
+QUIET: dict[str, list[Phase]] = {
+    "hardly slower": [FIRST, Phase(10 * MANY, 2.9 * USUAL)],
+    "less than half of them slow": [FIRST, Phase(10 * MANY, lambda index: SLOW if index % 16 < 7 else USUAL)],
+    # A process that was stopped, a page that was not there.
+    "some very slow": [FIRST, Phase(10 * MANY, lambda index: 100.0 if index % 10 == 0 else USUAL)],
+    "pauses between them": [FIRST, Phase(10 * MANY, USUAL, pause=3 * USUAL)],
+    "slow for a moment": [FIRST, Phase(16, SLOW)] * 20,
+    "always slow": [Phase(10 * MANY, SLOW)],
+    "a context that grows": [Phase(200_000, lambda index: USUAL + index * 1e-5, num_tokens=100)],
+    "other lengths, batches and threads": [
+        FIRST,
+        Phase(MANY, SLOW, batch=8),
+        Phase(MANY, 2 * SLOW, batch=8, num_tokens=30_000),
+        Phase(MANY, USUAL, num_tokens=100),
+        Phase(MANY, SLOW, threads=64),
+    ],
+    "a single thread": [FIRST._replace(threads=1), THEN._replace(threads=1)],
+    "still fast": [Phase(MANY, 0.001), Phase(MANY, 0.014)],
+}
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        2.9 * USUAL,
-        lambda index: 4 * USUAL if index % 16 < 7 else USUAL,
-        lambda index: 100.0 if index % 10 == 0 else USUAL,  # a process that was stopped, a page that was not there
-    ],
-)
-def test_steps_when_hardly_slower_then_do_not_warn(seconds: float | Callable[[int], float]):
-    steps = Steps()
-    steps.take(MANY, USUAL)
-    steps.take(10 * MANY, seconds)
+@pytest.mark.parametrize("name", QUIET)
+def test_steps_when_there_is_another_reason_then_do_not_warn(name: str):
+    Steps().take(*QUIET[name])
 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("busy", [0.0, 0.2, -1.0, float("nan")])
 def test_slow_steps_when_no_process_is_busy_then_do_not_warn(busy: float):
-    steps = Steps(busy)
-    steps.take(MANY, USUAL)
-    steps.take(10 * MANY, 4 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_pauses_between_steps_do_not_count():
-    steps = Steps()
-    steps.take(MANY, USUAL)
-    steps.take(10 * MANY, USUAL, pause=3 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_slow_steps_when_only_for_a_moment_then_do_not_warn():
-    steps = Steps()
-    for _ in range(20):
-        steps.take(MANY, USUAL)
-        steps.take(16, 4 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_steps_when_always_slow_then_do_not_warn():
-    Steps().take(10 * MANY, 4 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_steps_when_context_grows_then_do_not_warn():
-    steps = Steps()
-    steps.num_tokens = 100
-    steps.take(200_000, lambda index: USUAL + index * 1e-5)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_steps_when_length_batch_or_threads_differ_then_are_not_compared(monkeypatch: pytest.MonkeyPatch):
-    steps = Steps()
-    steps.take(MANY, USUAL)
-    steps.take(MANY, 4 * USUAL, batch=8)
-    steps.num_tokens = 30_000
-    steps.take(MANY, 8 * USUAL, batch=8)
-    steps.num_tokens = 100
-    steps.take(MANY, USUAL)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    steps.take(MANY, 4 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_steps_when_there_is_a_single_thread_then_do_not_warn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    steps = Steps()
-    steps.take(MANY, USUAL)
-    steps.take(MANY, 4 * USUAL)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_slow_steps_when_still_fast_then_do_not_warn():
-    steps = Steps()
-    steps.take(MANY, 0.001)
-    steps.take(MANY, 0.014)
+    Steps(busy).take(FIRST, Phase(10 * MANY, SLOW))
 
 
 @pytest.mark.usefixtures("quiet")
 def test_pass_when_ended_half_way_then_is_not_timed():
     steps = Steps()
-    steps.take(MANY, USUAL)
+    steps.take(FIRST)
     for _ in range(MANY):
         steps.slow_steps.begin(steps.num_tokens, 1)  # and never comes to the last layer
-        steps.now += 4 * USUAL
-        steps.slow_steps.begin(steps.num_tokens, 1)
-        steps.now += USUAL
-        steps.slow_steps.end()
+        steps.now += SLOW
+        steps.take(Phase(1, USUAL, pause=0))
         steps.slow_steps.end()
 
 
@@ -219,7 +185,7 @@ def test_cache_when_decoding_then_times_decode_steps_only(family: str, batch: in
 
 def test_slow_steps_when_copied_then_are_independent():
     steps = Steps()
-    steps.take(MANY, USUAL)
+    steps.take(FIRST)
     twin = copy.deepcopy(steps.slow_steps)
     assert twin._best == steps.slow_steps._best
     assert twin._best is not steps.slow_steps._best

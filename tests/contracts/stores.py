@@ -1,242 +1,331 @@
-"""The contract of every store of a layer's keys and values, beside transformers' own layer."""
+"""
+The contract of every store of a layer's keys and values: any history leaves what plain tensors hold.
+
+A variant says where the states are and in which form; the machine draws the sizes, and checks after each change what
+is read, where each token lies in memory, and that reading changes nothing. One use, for a new place:
+
+    run_state_machine_as_test(machine_of(Variant({"cpu_decode": True}, is_split=True)))
+"""
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
-import pytest
+import hypothesis.strategies as st
 import torch
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import LlamaConfig
-from transformers.cache_utils import DynamicLayer
 
-from hf_hybrid_cache import HybridCache, KVCodec, Placement
-from hf_hybrid_cache.storage import KVShape, Store
+from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
+from hf_hybrid_cache.storage import GRANULE, InitialCapacity, KVShape, Layout, Pair, Run, Shard, Store, TokenBuffer
+from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
 
-from common.interruptions import Interruption
-from common.quantized_reference import QuantizedDynamicLayer
+from common.caches import group_of_one
+from common.lazy_streams import copy_late
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+BLOCK = GRANULE
 BATCH, NUM_KV_HEADS, KEY_DIM, VALUE_DIM = 2, 3, 16, 24
-PIECES = [[1], [63], [64], [65], [130, 1, 1], [5, 300, 1], [1] * 70, [257, 64, 63, 1]]
-# Lengths that are left; some end in the middle of a block.
-LEFT = [0, 1, 63, 64, 65, 128, 200, 299, 300]
+OF_4_BITS = minmax(4, rotate=True)
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=8)
 
 
-def random_states(num_tokens: int, seed: int = 0, batch: int = BATCH) -> Pair:
+def random_states(num_tokens: int, seed: int = 0, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> Pair:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (
-        torch.randn(batch, NUM_KV_HEADS, num_tokens, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)
+        torch.randn(batch, NUM_KV_HEADS, num_tokens, dim, generator=generator).to(dtype) for dim in (KEY_DIM, VALUE_DIM)
     )
     return keys, values
 
 
-class StoreContract(ABC):
+class Sizes(NamedTuple):
     """
-    A subclass says where the states are and in which form, and finds them in memory without the store's help.
+    Sizes of a store, which a machine draws.
 
     Attributes:
-        placement: of the only layer.
-        codec: of the layer; `None` for full precision.
+        device_tokens: of a split one.
+        codec: of a quantized one.
+        shard: of several processes.
+        dtype: of the states.
+        host_tokens: address space is reserved for so many at first.
     """
 
-    placement: ClassVar[Placement]
-    codec: ClassVar[KVCodec | None] = None
+    device_tokens: int = 192
+    codec: KVCodec = OF_4_BITS
+    shard: Shard = Shard.ALL
+    dtype: torch.dtype = torch.float32
+    host_tokens: int = 131_072
 
-    @abstractmethod
-    def in_memory(self, store: Store) -> Pair:
-        """Return all keys and values, `[batch, num_kv_heads, tokens, head_dim]`, from the buffers of the store."""
 
-    def cache(self) -> HybridCache:
-        """Make a cache whose only layer has such a store."""
-        return HybridCache(CONFIG, self.placement, codec=self.codec)
+USUAL = Sizes()
 
-    def make(self) -> Store:
-        """Make an empty store."""
-        shape = KVShape.of(*random_states(1))
-        return self.cache()._stores.place_of(0, 0, shape).make(shape)
 
-    def reference(self) -> DynamicLayer:
-        """Make an empty layer of transformers' own as a reference."""
-        return DynamicLayer() if self.codec is None else QuantizedDynamicLayer(self.codec, self.placement.device_tokens)
+class Variant(NamedTuple):
+    """
+    A kind of stores.
 
-    def both(self, pieces: Sequence[int] = (300,)) -> tuple[Store, DynamicLayer]:
-        """Make a store and its reference with so many tokens, added in pieces."""
-        store, reference = self.make(), self.reference()
-        for seed, count in enumerate(pieces):
-            states = random_states(count, seed)
-            store.append(*states)
-            reference.update(*states)
-        return store, reference
+    Attributes:
+        placement: arguments of the layer's `Placement`.
+        is_split: both ends of the sequence are on the device.
+        is_quantized: old blocks are packed.
+        copies_late: streamed, with copies that run as late as they may.
+        is_shared: in a group of one process.
+    """
 
-    def assert_same(self, store: Store, reference: DynamicLayer) -> None:
+    placement: dict[str, Any]
+    is_split: bool = False
+    is_quantized: bool = False
+    copies_late: bool = False
+    is_shared: bool = False
+
+    def make(self, sizes: Sizes = USUAL, batch: int = BATCH) -> tuple[Store, "Plain"]:
+        """Make an empty store, and what it is compared with."""
+        placement = Placement(**self.placement, device_tokens=sizes.device_tokens if self.is_split else 0)
+        codec = sizes.codec if self.is_quantized else None
+        cache = HybridCache(CONFIG, placement, codec=codec, group=group_of_one() if self.is_shared else None)
+        if self.copies_late:
+            copy_late(cache)
+        stores, states = cache._stores, random_states(0, batch=batch, dtype=sizes.dtype)
+        stores.shard, stores.capacity = sizes.shard, InitialCapacity(host_tokens=sizes.host_tokens)
+        shape = KVShape.of(*states)
+        store = stores.place_of(0, 0, shape).make(shape)
+        return store, Plain(store.layout, codec, states)
+
+    def filled(self, num_tokens: int) -> tuple[Store, "Plain"]:
+        store, plain = self.make()
+        for each in (store, plain):
+            each.add(*random_states(num_tokens))
+        return store, plain
+
+
+class Plain:
+    """
+    The states that a store must hold, in one tensor each, and its borders, moved a block at a time.
+
+    Attributes:
+        states: keys and values; a quantized block is what its codes stand for.
+        on_host: tokens of a split layer in host memory.
+        quantized: packed blocks.
+    """
+
+    def __init__(self, layout: Layout, codec: KVCodec | None, states: Pair):
+        self.layout, self.codec, self.states = layout, codec, states
+        self.on_host = self.quantized = 0
+        fits = layout.device_tokens >= layout.sink_tokens + BLOCK
+        self.first = layout.sink_tokens if fits else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.states[0].shape[2]
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.states = torch.cat([self.states[0], keys], 2), torch.cat([self.states[1], values], 2)
+        end, sinks, most = self.num_tokens, self.layout.sink_tokens, self.layout.device_tokens
+        if most:
+            while end - self.on_host > most:
+                self.on_host += max(BLOCK, (most - self.first) // 512 * BLOCK)
+            end = self.first + self.on_host
+        while self.codec and end - sinks - BLOCK * self.quantized >= 2 * BLOCK:
+            start = sinks + BLOCK * self.quantized
+            for codec, whole in zip((self.codec.keys, self.codec.values), self.states, strict=True):
+                block = whole[:, :, start : start + BLOCK]
+                codec.decode(codec.encode(block.clone()), block)
+            self.quantized += 1
+
+    def truncate(self, num_tokens: int) -> None:
+        self.states = self.states[0][:, :, :num_tokens].clone(), self.states[1][:, :, :num_tokens].clone()
+        self.on_host = min(self.on_host, max(0, num_tokens - self.first))
+        self.quantized = min(self.quantized, max(0, num_tokens - self.layout.sink_tokens) // BLOCK)
+
+    def select(self, indices: torch.Tensor) -> None:
+        self.states = self.states[0][indices], self.states[1][indices]
+
+    def assert_held_by(self, store: Store) -> None:
+        """Check borders, what is read, and what lies in memory."""
+        layout, shard, count = self.layout, self.layout.shard, self.num_tokens
         assert store.is_intact
-        assert store.num_tokens == reference.get_seq_length()
-        for mine, theirs in zip(store.read(), (reference.keys, reference.values), strict=True):
-            assert torch.equal(mine, theirs)
+        assert store.num_tokens == count
+        assert (store.layout.host_tokens, store.layout.quantized_blocks) == (self.on_host, self.quantized)
+        is_split = bool(layout.device_tokens)
+        assert store.middle_tokens == (self.on_host if is_split else shard.tokens(count))
+        assert store.first_tokens == (min(count, self.first) if is_split else 0)
+        assert store.sink_tokens == shard.tokens(layout.sink_tokens - self.first)
+        if store.packed is not None:
+            own = [shard.owns(layout.sink_tokens // BLOCK + block) for block in range(self.quantized)]
+            assert store.packed.num_entries == sum(own)
+        if store.ends is not None:
+            assert store.ends.num_entries == count - self.on_host
+        version, expected = store.version, [shard.part(each, 0) for each in self.states]
+        assert all(map(torch.equal, store.read(), expected))
+        assert all(map(torch.equal, store.read_copy(), expected))
+        assert store.version == version
         store.wait_for_copies()
-        for mine, theirs in zip(self.in_memory(store), (reference.keys, reference.values), strict=True):
-            assert torch.equal(mine, theirs)
+        assert all(map(torch.equal, in_memory(store), expected))
 
-    @pytest.mark.parametrize("pieces", PIECES, ids=str)
-    def test_appended_in_pieces_all_states_are_returned_read_and_in_memory(self, pieces: list[int]):
-        store, reference = self.make(), self.reference()
-        for seed, count in enumerate(pieces):
-            states = random_states(count, seed)
-            for mine, theirs in zip(store.append(*states), reference.update(*states), strict=True):
-                assert torch.equal(mine, theirs)
-        self.assert_same(store, reference)
 
-    @pytest.mark.parametrize("pieces", PIECES[3:], ids=str)
-    def test_extending_stores_what_appending_does(self, pieces: list[int]):
-        _, reference = self.both(pieces)
-        store = self.make()
-        for seed, count in enumerate(pieces):
-            store.add(*random_states(count, seed))
-        self.assert_same(store, reference)
+def in_memory(store: Store) -> Pair:
+    """Return all keys and values from the buffers, without the help of the store; codecs have tests of their own."""
+    found = plain = _entries(store.dense)
+    if store.packed is not None and store.codec is not None:
+        codec, whole = store.codec, []
+        for each, full, packed in zip((codec.keys, codec.values), plain, _entries(store.packed), strict=True):
+            decoded = full.new_empty(*full.shape[:2], packed.shape[2] * BLOCK, full.shape[3])
+            each.decode(packed, decoded)
+            first = min(store.sink_tokens, full.shape[2])
+            whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
+        found = whole[0], whole[1]
+    if store.ends is None:
+        return found
+    ends, first = _entries(store.ends), store.first_tokens
+    around = [torch.cat([end[:, :, :first], each, end[:, :, first:]], 2) for end, each in zip(ends, found, strict=True)]
+    return around[0], around[1]
 
-    @pytest.mark.parametrize("left", LEFT)
-    def test_the_first_tokens_stay_where_others_are_removed_and_more_come(self, left: int):
-        store, reference = self.both()
-        store.truncate(left)
-        reference.crop(left - 300)
-        self.assert_same(store, reference)
-        more = random_states(140, 1)
-        store.append(*more)
-        reference.update(*more)
-        self.assert_same(store, reference)
 
-    @pytest.mark.parametrize("num_tokens", [1, 64, 65, 200, 300])
-    def test_recent_states_when_put_back_then_the_store_is_as_it_was(self, num_tokens: int):
-        store, reference = self.both([num_tokens])
-        recent, layout = store.recent_states(), store.layout
-        store.append(*random_states(300, 1))
-        store.truncate(recent.start)
+def tokens_in_memory(buffer: TokenBuffer, indices: torch.Tensor) -> torch.Tensor:
+    """`[batch, num_kv_heads, tokens, head_dim]`, found without the help of the buffer."""
+    data = buffer.stored_rows(buffer.capacity)
+    if not isinstance(buffer, BlockBuffer):
+        return data[indices].permute(1, 2, 0, 3) if buffer.token_major else data[:, :, indices]
+    block, place = indices // BLOCK, indices % BLOCK
+    found = data[block, :, :, :, place] if buffer.transposed else data[block, :, :, place, : buffer.shape[2]]
+    return found.permute(1, 2, 0, 3)
+
+
+def _entries(run: Run) -> Pair:
+    indices = torch.arange(run.num_entries)
+    return tokens_in_memory(run.keys, indices), tokens_in_memory(run.values, indices)
+
+
+_COUNTS = st.sampled_from([1, 1, 2, 63, 64, 65, 130, 257]) | st.integers(1, 400)
+_MODES = st.sampled_from([nullcontext, torch.no_grad, torch.inference_mode])
+_CODECS = st.builds(
+    minmax, st.sampled_from([8, 4, (8, 4)]), sink_tokens=st.sampled_from([0, 64, 128, 256]), rotate=st.booleans()
+)
+_SHARDS = st.integers(2, 4).flatmap(lambda size: st.builds(Shard, st.integers(0, size - 1), st.just(size)))
+_SIZES = st.builds(
+    Sizes,
+    st.sampled_from([128, 129, 192, 300, 700, 1024]),
+    _CODECS,
+    _SHARDS,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([131_072, 70]),
+)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Changes a store in any order; a copy and states that were read stay what they were."""
+
+    variant: Variant
+    is_divided = False
+
+    @initialize(sizes=_SIZES, count=_COUNTS, mode=_MODES)
+    def start(self, sizes: Sizes, count: int, mode: Any) -> None:
+        self.sizes = sizes if self.is_divided else sizes._replace(shard=Shard.ALL)
+        self.store, self.plain = self.variant.make(self.sizes)
+        self.seed, self.twin = 0, self.copied()
+        self.held: list[tuple[Pair, list[torch.Tensor]]] = []
+        self.add(count, False, mode)
+
+    def copied(self) -> tuple[Store, Plain]:
+        return copy.deepcopy(self.store), copy.deepcopy(self.plain)
+
+    def new(self, count: int) -> Pair:
+        self.seed += 1
+        return random_states(count, self.seed, self.store.shape.batch, self.sizes.dtype)
+
+    @rule(count=_COUNTS, on_device=st.booleans(), mode=_MODES)
+    def add(self, count: int, on_device: bool, mode: Any) -> None:
+        with mode():
+            states, version = self.new(count), self.store.version
+            self.store.add(*states, on_device)
+        self.plain.add(*states)
+        assert self.store.version != version
+
+    @precondition(lambda self: not self.is_divided)
+    @rule(count=_COUNTS, mode=_MODES)
+    def append(self, count: int, mode: Any) -> None:
+        is_first = not self.plain.num_tokens
+        with mode():
+            states, version = self.new(count), self.store.version
+            returned = self.store.append(*states)
+        self.plain.add(*states)
+        assert all(map(torch.equal, returned, states if is_first else self.plain.states))
+        assert self.store.version != version
+
+    @rule(removed=_COUNTS | st.just(100_000))
+    def truncate(self, removed: int) -> None:
+        left, version = max(0, self.plain.num_tokens - removed), self.store.version
+        self.store.truncate(left)
+        self.plain.truncate(left)
+        assert self.store.version != version
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        sequences = st.integers(0, self.store.shape.batch - 1)
+        indices, version = torch.tensor(data.draw(st.lists(sequences, min_size=1, max_size=4))), self.store.version
+        self.store.select(indices)
+        self.plain.select(indices)
+        assert self.store.version != version
+
+    @rule(is_original=st.booleans())
+    def copy(self, is_original: bool) -> None:
+        self.check_twin()
+        self.twin = self.copied()
+        if not is_original:
+            (self.store, self.plain), self.twin = self.twin, (self.store, self.plain)
+
+    @rule()
+    def hold(self) -> None:
+        read = self.store.read_copy()
+        self.held.append((read, [each.clone() for each in read]))
+
+    @precondition(lambda self: not self.is_divided)
+    @rule(count=_COUNTS)
+    def go_back(self, count: int) -> None:
+        recent = self.store.recent_states()
+        self.store.append(*self.new(count))
+        self.store.truncate(recent.start)
         if recent.keys.shape[2]:
-            store.extend_recent(recent)
-        self.assert_same(store, reference)
-        assert store.layout.quantized_blocks == layout.quantized_blocks
-        more = random_states(140, 2)
-        store.append(*more)
-        reference.update(*more)
-        self.assert_same(store, reference)
+            self.store.extend_recent(recent)
 
-    @pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]], ids=str)
-    def test_sequences_are_those_that_were_selected_and_more_tokens_come(self, indices: list[int]):
-        store, reference = self.both()
-        store.select(torch.tensor(indices))
-        reference.batch_select_indices(torch.tensor(indices))
-        self.assert_same(store, reference)
-        more = random_states(70, 1, len(indices))
-        store.append(*more)
-        reference.update(*more)
-        self.assert_same(store, reference)
+    @precondition(lambda self: not self.is_divided)
+    @rule(by_rows=st.booleans())
+    def take(self, by_rows: bool) -> None:
+        """Go on with another store that has the same states, as for a file, or for another device."""
+        before = self.store
+        other, _ = self.variant.make(self.sizes, before.shape.batch)
+        if by_rows:
+            runs = {}
+            for name, number in before.entries().items():
+                runs[name] = other.run_for(name, number)
+                runs[name].make_rows(number)
+                for empty, rows in zip(runs[name].rows(), before.rows(name), strict=True):
+                    empty.copy_(rows)
+                start = number // 2 if name == "packed" else number // 2 // BLOCK * BLOCK
+                row = start if name == "packed" else start // BLOCK
+                for later, rows in zip(before.rows(name, start), before.rows(name), strict=True):
+                    assert torch.equal(later, rows[row:])
+            other.take(runs)
+        else:
+            other.take_from(before)
+        assert other.entries() == before.entries()
+        self.store, self.plain.on_host = other, other.layout.host_tokens
 
-    def test_copied_store_when_changed_then_original_stays(self):
-        store, reference = self.both()
-        twin, twin_reference = copy.deepcopy(store), copy.deepcopy(reference)
-        store.truncate(100)
-        reference.crop(-200)
-        for seed, (each, plain) in enumerate([(store, reference), (twin, twin_reference)]):
-            more = random_states(140, seed)
-            each.append(*more)
-            plain.update(*more)
-        self.assert_same(store, reference)
-        self.assert_same(twin, twin_reference)
+    @invariant()
+    def holds_the_same(self) -> None:
+        # Looking would run copies that are late.
+        if hasattr(self, "store") and not self.variant.copies_late:
+            self.plain.assert_held_by(self.store)
 
-    @pytest.mark.parametrize("num_tokens", [1, 65, 300])
-    def test_rows_when_runs_are_filled_with_them_then_are_the_store(self, num_tokens: int):
-        store, reference = self.both([num_tokens])
-        other, runs = self.make(), {}
-        for name, number in store.entries().items():
-            runs[name] = other.run_for(name, number)
-            runs[name].make_rows(number)
-            for empty, rows in zip(runs[name].rows(), store.rows(name), strict=True):
-                empty.copy_(rows)
-        other.take(runs)
-        assert other.entries() == store.entries()
-        self.assert_same(other, reference)
+    def check_twin(self) -> None:
+        store, plain = self.twin
+        plain.assert_held_by(store)
 
-    def test_rows_from_a_later_entry_then_are_the_last_ones(self):
-        store, _ = self.both([300])
-        for name, number in store.entries().items():
-            start = number // 2 if name == "packed" else number // 2 // 64 * 64
-            for later, rows in zip(store.rows(name, start), store.rows(name), strict=True):
-                assert torch.equal(later, rows[start if name == "packed" else start // 64 :])
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.plain.assert_held_by(self.store)
+            self.check_twin()
+            assert all(all(map(torch.equal, *pair)) for pair in self.held)
 
-    @pytest.mark.parametrize("num_tokens", [1, 65, 300])
-    def test_store_when_made_from_another_then_has_its_states(self, num_tokens: int):
-        store, reference = self.both([num_tokens])
-        other = self.make()
-        other.take_from(store)
-        self.assert_same(other, reference)
 
-    def test_what_was_read_as_a_copy_does_not_change(self):
-        store, _ = self.both()
-        read = store.read_copy()
-        before = [states.clone() for states in read]
-        store.truncate(10)
-        store.append(*random_states(290, 1))
-        assert all(torch.equal(*pair) for pair in zip(read, before, strict=True))
-
-    @pytest.mark.parametrize("lengths", [[1], [300], [1, 64, 65, 300, 1000]], ids=str)
-    def test_planned_bytes_are_those_that_its_buffers_hold(self, lengths: list[int]):
-        planned = sum(num_bytes for _, num_bytes in self.make().planned_bytes(lengths))
-        store = self.make()
-        for seed, length in enumerate(lengths):
-            store.add(*random_states(length - store.num_tokens, seed))
-        held = sum(buffer.num_bytes for buffer in store.buffers())
-        # Room for the tokens of a quantized layer that stay in full precision is planned whole.
-        assert planned == held if self.codec is None or lengths[-1] >= 300 else planned >= held
-
-    def test_store_version_when_changed_then_counts_but_not_reads(self):
-        store, _ = self.both()
-        versions = [store.version]
-        for change in (
-            lambda: store.append(*random_states(1)),
-            lambda: store.add(*random_states(1)),
-            lambda: store.truncate(299),
-            lambda: store.select(torch.tensor([1, 0])),
-        ):
-            change()
-            versions.append(store.version)
-        assert len(set(versions)) == 5
-        store.read()
-        store.read_copy()
-        assert store.version == versions[-1]
-
-    def test_states_that_came_in_inference_mode_are_changed_outside_it(self):
-        store, reference = self.make(), self.reference()
-        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
-            with mode():
-                states = random_states(130)
-                store.append(*states)
-                reference.update(*states)
-        store.truncate(200)
-        reference.crop(-190)
-        self.assert_same(store, reference)
-
-    @pytest.mark.parametrize("operation", ["append", "truncate", "select"])
-    def test_store_when_interrupted_anywhere_then_is_whole_or_says_not(self, operation: str):
-        arguments = {
-            "append": random_states(140, 1),
-            "truncate": (100,),
-            "select": (torch.tensor([1]),),
-        }[operation]
-
-        def trial(at_line: int | None) -> tuple[Interruption, Store]:
-            store, _ = self.both()
-            fault = Interruption(at_line=at_line, folder="storage")
-            fault.run(lambda: getattr(store, operation)(*arguments))
-            return fault, store
-
-        whole, after = trial(None)
-        before, _ = self.both()
-        for at_line in range(0, whole.lines, max(1, whole.lines // 40)):
-            fault, store = trial(at_line)
-            if store.is_intact:
-                possible = [each.read() for each in (before, after) if each.num_tokens == store.num_tokens]
-                assert any(
-                    all(torch.equal(*pair) for pair in zip(store.read(), each, strict=True)) for each in possible
-                ), fault.place
+def machine_of(variant: Variant, is_divided: bool = False) -> type[StoreMachine]:
+    return type("Machine", (StoreMachine,), {"variant": variant, "is_divided": is_divided})

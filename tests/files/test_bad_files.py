@@ -1,52 +1,45 @@
-"""Damaged, altered and foreign files, and unusable paths, are refused in one sentence."""
+"""Damaged, forged and foreign files, and unusable paths, are refused in one sentence."""
 
 import contextlib
 import copy
-import json
 import os
 import shutil
 import sys
-import tempfile
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from files.forged import parts_of, write
-
-from hf_hybrid_cache import (
-    CacheFileError,
-    DynamicHybridCache,
-    HybridCache,
-    minmax,
-    saved_token_ids,
+from files.forged import (
+    Alter,
+    good_file,
+    numbers,
+    parts_of,
+    rewritten,
+    with_description,
+    with_header,
+    without_token_ids,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
+
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, Placement, saved_token_ids
 from hf_hybrid_cache.storage import Store
 
+from common.caches import group_of_one
 from common.limits import limited
-from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from models.tiny_models import FAMILIES
 
 CONFIG = FAMILIES["llama"]()
-
-
-@cache
-def _content(family: str, bits: int | None, num_tokens: int) -> bytes:
-    model, ids = tiny_model(family), random_prompt(1, num_tokens)
-    filled = HybridCache(model.config, codec=minmax(bits, sink_tokens=0) if bits else None)
-    with torch.no_grad():
-        model(ids, **cache_argument(filled))
-    with tempfile.TemporaryDirectory() as folder:
-        filled.save(f"{folder}/cache.kv", ids)
-        return Path(folder, "cache.kv").read_bytes()
-
-
-def good_file(folder: Path, family: str = "llama", bits: int | None = None, num_tokens: int = 200) -> Path:
-    """Write a cache with token ids, in full precision or quantized; return its path."""
-    path = folder / "cache.kv"
-    path.write_bytes(_content(family, bits, num_tokens))
-    return path
+# Ways to load a file. A group keeps its cache in host memory, and "as saved" is the file's own placement.
+PLACES: dict[str, Callable[[], dict[str, Any]]] = {
+    "as saved": dict,
+    "on the device": lambda: {"placement": Placement()},
+    "streamed": lambda: {"placement": Placement(True, cpu_decode=False)},
+    "split": lambda: {"placement": Placement(True, cpu_decode=True, device_tokens=128)},
+    "shared": lambda: {"placement": Placement(True, cpu_decode=0.5)},
+    "mapped": lambda: {"placement": Placement(cpu_decode=True), "mmap": True},
+    "divided": lambda: {"group": group_of_one()},
+}
 
 
 def error_of(path: Path, config: Any = CONFIG, **options: Any) -> str:
@@ -58,9 +51,75 @@ def error_of(path: Path, config: Any = CONFIG, **options: Any) -> str:
     return message.removeprefix(f"{path} ")
 
 
-# Damage; that any byte of a section is found tells test_tensor_file.py
+def document_of(tokens: object) -> Alter:
+    return with_description(lambda described: described.update(document_tokens=tokens))
 
 
+def hide_attributes(described: Any) -> None:
+    described["layers"][0]["attributes"]["__dict__"] = {"dict": [["sliding_window", 3]]}
+
+
+VERSION = "and this version of hf_hybrid_cache reads 6. Use the version that wrote it"
+NO_SQUARES = "there are no means of squares of queries)."
+# Arguments of `good_file`, what is done to the file, and what is then said of it, wherever it is loaded.
+DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
+    "earlier version": ({}, with_header(__metadata__={"format_version": "5"}), f"has format version '5', {VERSION}"),
+    "later version": ({}, with_header(__metadata__={"format_version": "7"}), f"has format version '7', {VERSION}"),
+    "no document": ({}, document_of(0), "a cache (its document has 0 tokens, the file 200)."),
+    "longer document": ({}, document_of(201), "a cache (its document has 201 tokens, the file 200)."),
+    "uncounted document": ({}, document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),
+    "squares of another type": (
+        {"bits": 4, "num_tokens": 9},
+        with_header(**{"codecs.1/squares": {"dtype": "I32"}}),
+        f"does not describe a cache (codecs.1: {NO_SQUARES}",
+    ),
+    "queries not counted by integers": (
+        {"bits": 4, "num_tokens": 9},
+        with_header(**{"codecs.0/number": {"dtype": "F64"}}),
+        f"does not describe a cache (codecs.0: {NO_SQUARES}",
+    ),
+    "attribute of all objects": (
+        {"family": "gemma3"},
+        with_description(hide_attributes),
+        "layer 0 has __dict__, which is not an attribute",
+    ),
+    "more sinks than tokens": (
+        {"bits": 4},
+        rewritten(numbers(packed=1000, sink_tokens=2**34), without_token_ids),
+        "cannot be loaded: there are 1,000 quantized blocks after 72 tokens in full precision, of which the first "
+        "17,179,869,184 are never quantized.",
+    ),
+    "shorter layer": (
+        {"bits": 4},
+        rewritten(numbers({2}, full=60)),
+        "200 tokens of 1 in layer 1, 188 tokens of 1 in layer 2",
+    ),
+    "larger batch of a layer": (
+        {},
+        rewritten(numbers({1}, batch=2, prefixes=2)),
+        "200 tokens of 1 in layer 0, 200 tokens of 2 in layer 1",
+    ),
+    "no heads": (
+        {},
+        rewritten(numbers(num_kv_heads=0, states=2**36), without_token_ids),
+        "there are no states in States(",
+    ),
+    "no sequences": ({}, rewritten(numbers(batch=0, prefixes=0), without_token_ids), "there are no states in States("),
+    "fewer tokens than ids": ({}, rewritten(numbers(states=199)), "199 tokens of 1 in layer 3, and 200 ids"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_file_when_it_does_not_fit_itself_then_is_refused_anywhere(name: str, tmp_path: Path):
+    good, damage, message = DAMAGES[name]
+    path = good_file(tmp_path, **good)
+    damage(path)
+    for options in PLACES.values():
+        if good.get("family") != "gemma3" or "group" not in options():
+            assert message in error_of(path, FAMILIES[good.get("family", "llama")](), **options())
+
+
+# That any byte of a section is found tells `test_tensor_file.py`.
 @pytest.mark.parametrize(
     ("family", "bits", "num_tokens", "mmap"),
     [("llama", None, 200, True), ("gemma3", None, 200, False), ("qwen3_next", 4, 200, False), ("llama", 4, 9, False)],
@@ -87,9 +146,6 @@ def test_one_altered_bit_is_said_to_be_of_its_section(
     HybridCache.load(path, config, mmap=mmap)
 
 
-# Messages
-
-
 def test_folders_missing_files_and_pipes_are_named_as_such(tmp_path: Path):
     assert error_of(tmp_path) == "is not a regular file."
     assert error_of(tmp_path / "none.kv") == "cannot be read: No such file or directory."
@@ -98,54 +154,14 @@ def test_folders_missing_files_and_pipes_are_named_as_such(tmp_path: Path):
         assert error_of(tmp_path / "pipe") == "is not a regular file."
 
 
-@pytest.mark.parametrize("version", ["5", "7"])
-def test_another_version_of_the_format_is_refused_with_the_way_out(version: str, tmp_path: Path):
-    header, data = parts_of(path := good_file(tmp_path))
-    header["__metadata__"]["format_version"] = version
-    write(path, header, data)
-    assert (
-        f"has format version '{version}', and this version of hf_hybrid_cache reads 6. Use the version that wrote it"
-        in error_of(path)
-    )
-
-
-@pytest.mark.parametrize(
-    ("document_tokens", "reason"),
-    [
-        (0, "its document has 0 tokens, the file 200"),
-        (201, "its document has 201 tokens, the file 200"),
-        ("7", "ValueError: '7' is not a count"),
-    ],
-)
-def test_document_of_an_impossible_length_is_refused(document_tokens: Any, reason: str, tmp_path: Path):
-    header, data = parts_of(path := good_file(tmp_path))
-    described = json.loads(header["__metadata__"]["cache"]) | {"document_tokens": document_tokens}
-    header["__metadata__"]["cache"] = json.dumps(described)
-    write(path, header, data)
-    assert error_of(path) == f"does not describe a cache ({reason})."
-
-
-def test_queries_when_they_cannot_be_those_of_a_layer_then_are_refused(tmp_path: Path):
-    header, data = parts_of(path := good_file(tmp_path, bits=4, num_tokens=9))
-    header["codecs.1/squares"]["dtype"] = "I32"
-    write(path, header, data)
-    assert error_of(path) == "does not describe a cache (codecs.1: there are no means of squares of queries)."
-    header["codecs.1/squares"]["dtype"], header["codecs.0/number"]["dtype"] = "F32", "F64"
-    write(path, header, data)
-    assert error_of(path) == "does not describe a cache (codecs.0: there are no means of squares of queries)."
-
-
 def test_another_model_is_refused_with_what_differs(tmp_path: Path):
     path, other = good_file(tmp_path), copy.deepcopy(CONFIG)
     other.num_key_value_heads = 4
     other.rope_parameters = {"rope_theta": 500.0, "rope_type": "default"}
     message = error_of(path, other)
-    assert message.startswith(
-        "is of another model: num_key_value_heads is 2 in the file and 4 in the model; rope_param"
-    )
+    differs = "is of another model: num_key_value_heads is 2 in the file and 4 in the model; rope_param"
+    assert message.startswith(differs)
     assert "hidden_size" not in message
-    with pytest.raises(TypeError, match="config must be a transformers config"):
-        HybridCache.load(path, "llama")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,8 +1,9 @@
-"""A cache that was saved and loaded goes on as the one it was saved from, wherever it lives then."""
+"""A cache that was saved and loaded goes on as the one it was saved from, wherever it lives then; its token ids too."""
 
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hypothesis.stateful import rule, run_state_machine_as_test
 from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import (
     CacheFileError,
@@ -24,7 +25,9 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     minmax,
     quanto,
+    saved_token_ids,
 )
+from hf_hybrid_cache.cache.files import differences
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
@@ -32,20 +35,37 @@ from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory.host_memory import Limit
+from hf_hybrid_cache.token_ids import first_difference
 
 from common.caches import CACHES, QUANTIZED
+from common.modes import generate
 from common.soak import search_at_random
+from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from operations.test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
+from operations.test_stateful import CacheMachine, QuantizedCacheMachine
 
+LLAMA = tiny_model("llama")
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
 declines = pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache.kv"
+
+
 @torch.no_grad()
-def filled(model: PreTrainedModel, make, num_tokens: int, batch: int = 1) -> HybridCache:
-    cache = make(model.config)
+def filled(
+    make: Callable[..., HybridCache] | Placement,
+    num_tokens: int,
+    batch: int = 1,
+    model: PreTrainedModel = LLAMA,
+    codec: KVCodec | None = None,
+) -> HybridCache:
+    """Make a cache with a prompt, in a class of caches or a placement."""
+    is_class = not isinstance(make, Placement)
+    cache = make(model.config) if is_class else HybridCache(model.config, make, codec=codec)
     model(random_prompt(batch, num_tokens), **cache_argument(cache))
     return cache
 
@@ -53,31 +73,32 @@ def filled(model: PreTrainedModel, make, num_tokens: int, batch: int = 1) -> Hyb
 def continued(model: PreTrainedModel, cache: Cache, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and logits of two questions after the prompts of `filled`."""
     ids = torch.cat([random_prompt(2, num_tokens), random_prompt(2, 3, seed=1)], dim=1)
-    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **options)
-    return output.sequences, torch.stack(output.logits)
+    sequences, logits = generate(model, ids, cache, max_new_tokens=4)
+    return sequences, logits
+
+
+def assert_goes_on_like(
+    original: HybridCache, loaded: HybridCache, num_tokens: int, model: PreTrainedModel = LLAMA
+) -> None:
+    assert all(map(torch.equal, continued(model, loaded, num_tokens), continued(model, original, num_tokens)))
 
 
 def is_attended_on_cpu(cache: HybridCache) -> bool:
     return all(layer.is_attended_on_cpu for layer in cache.layers if isinstance(layer, HybridLayer) and layer.store)
 
 
-def assert_goes_on_like(model: PreTrainedModel, loaded: HybridCache, original: HybridCache, num_tokens: int) -> None:
-    assert all(map(torch.equal, continued(model, loaded, num_tokens), continued(model, original, num_tokens)))
-
-
 @pytest.mark.covering(1)
 @declines
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_cache_when_continued_then_tokens_and_logits_are_the_same(family: str, name: str, tmp_path: Path):
-    model, path, num_tokens = tiny_model(family), tmp_path / "cache.kv", 188
-    original = filled(model, MAKERS[name], num_tokens, batch=2)
+def test_loaded_cache_when_continued_then_tokens_and_logits_are_the_same(family: str, name: str, path: Path):
+    model, num_tokens = tiny_model(family), 188
+    original = filled(MAKERS[name], num_tokens, 2, model)
     original.save(path)
     content = path.read_bytes()
     for mmap in (False, True) if is_attended_on_cpu(original) and "split" not in name else (False,):
         loaded = HybridCache.load(path, model.config, mmap=mmap)
-        assert_goes_on_like(model, loaded, copy.deepcopy(original), num_tokens)
+        assert_goes_on_like(copy.deepcopy(original), loaded, num_tokens, model)
     assert path.read_bytes() == content
 
 
@@ -92,39 +113,38 @@ PLACEMENTS = {
 @torch.no_grad()
 @pytest.mark.parametrize("codec", [None, minmax(8, rotate=True), minmax(4)], ids=str)
 @pytest.mark.parametrize("before", PLACEMENTS)
-def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str, codec: KVCodec | None, tmp_path: Path):
-    model, path, question = tiny_model("llama"), tmp_path / "cache.kv", random_prompt(2, 3, seed=1)
-    original = filled(model, lambda config: HybridCache(config, PLACEMENTS[before], codec=codec), 500, batch=2)
+def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str, codec: KVCodec | None, path: Path):
+    question = random_prompt(2, 3, seed=1)
+    original = filled(PLACEMENTS[before], 500, batch=2, codec=codec)
     original.save(path)
-    caches = {name: HybridCache.load(path, model.config, each, device="cpu") for name, each in PLACEMENTS.items()}
+    caches = {name: HybridCache.load(path, LLAMA.config, each, device="cpu") for name, each in PLACEMENTS.items()}
     assert caches["split"].layers[0].store.ends.num_entries <= 192
     for cache in caches.values():
         for ours, theirs in zip(cache.layers, original.layers, strict=True):
             assert torch.equal(ours.keys, theirs.keys)
             assert torch.equal(ours.values, theirs.values)
     if codec is None:  # with codes, the place of tokens decides which are quantized next
-        expected = model(question, **cache_argument(original)).logits
+        expected = LLAMA(question, **cache_argument(original)).logits
         for cache in caches.values():
-            torch.testing.assert_close(model(question, **cache_argument(cache)).logits, expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(LLAMA(question, **cache_argument(cache)).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+NOT_THERE = r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)"
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "reason"),
+    ("before", "after", "reason"),
     [
-        ("whole", {"placement": PLACEMENTS["split"]}, "without device_tokens, or mmap=False"),
-        (
-            "device",
-            {"placement": PLACEMENTS["device"]},
-            r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)",
-        ),
-        ("streamed", {}, r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)"),
+        ("whole", "split", "without device_tokens, or mmap=False"),
+        ("device", "device", NOT_THERE),
+        ("streamed", None, NOT_THERE),
     ],
 )
-def test_layers_that_cannot_be_mapped_are_refused(before: str, options: dict[str, Any], reason: str, tmp_path: Path):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    filled(model, lambda config: HybridCache(config, PLACEMENTS[before]), 10).save(path)
+def test_layers_that_cannot_be_mapped_are_refused(before: str, after: str | None, reason: str, path: Path):
+    filled(PLACEMENTS[before], 10).save(path)
+    options = {} if after is None else {"placement": PLACEMENTS[after]}
     with pytest.raises(CacheFileError, match=reason):
-        HybridCache.load(path, model.config, mmap=True, **options)
+        HybridCache.load(path, LLAMA.config, mmap=True, **options)
 
 
 @torch.no_grad()
@@ -133,13 +153,12 @@ def test_layers_that_cannot_be_mapped_are_refused(before: str, options: dict[str
     ("bits", "dtype"), [(None, torch.bfloat16), (8, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
 )
 def test_cache_of_any_length_when_saved_then_goes_on_as_if_it_was_not(
-    bits: int | None, dtype: torch.dtype, num_tokens: int, tmp_path: Path
+    bits: int | None, dtype: torch.dtype, num_tokens: int, path: Path
 ):
     model = tiny_model("llama", dtype)
-    make = partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache
-    cache = filled(model, make, num_tokens)
-    cache.save(tmp_path / "cache.kv")
-    loaded = HybridCache.load(tmp_path / "cache.kv", model.config)
+    cache = filled(partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache, num_tokens, 1, model)
+    cache.save(path)
+    loaded = HybridCache.load(path, model.config)
     pieces = random_prompt(1, 200, seed=1).split([1, 66, 133], dim=1)
     logits = [[model(piece, **cache_argument(each)).logits for piece in pieces] for each in (cache, loaded)]
     assert loaded.codecs == cache.codecs
@@ -149,34 +168,30 @@ def test_cache_of_any_length_when_saved_then_goes_on_as_if_it_was_not(
 @pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
 @pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
 def test_load_when_saved_with_placement_and_codecs_then_restores_both(
-    bits: int | tuple[int, int], options: tuple[Any, ...], tmp_path: Path
+    bits: int | tuple[int, int], options: tuple[Any, ...], path: Path
 ):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
     codecs = {1: minmax(bits, *options), 3: minmax((8, 4))}
-    original = HybridCache(model.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
+    original = HybridCache(LLAMA.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
     original.save(path)
-    loaded = HybridCache.load(path, model.config)
+    loaded = HybridCache.load(path, LLAMA.config)
     assert loaded._stores.placement == original._stores.placement
     assert loaded._stores.codecs == original._stores.codecs
     assert loaded._stores.capacity == original._stores.capacity
     assert loaded.get_seq_length() == 0
 
 
-def test_a_codec_of_quanto_is_saved_and_loaded(tmp_path: Path):
+def test_a_codec_of_quanto_is_saved_and_loaded(path: Path):
     pytest.importorskip("optimum.quanto")
-    codec = quanto(2, 128)
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    original = filled(model, lambda config: HybridCache(config, codec=codec), 300, batch=2)
+    original = filled(Placement(), 300, batch=2, codec=quanto(2, 128))
     original.save(path)
-    assert_goes_on_like(model, HybridCache.load(path, model.config), original, 300)
+    assert_goes_on_like(original, HybridCache.load(path, LLAMA.config), 300)
 
 
-def test_a_codec_without_a_description_is_refused_and_no_file_is_written(tmp_path: Path):
-    keys = MinMaxCodec(4, 64, per_channel=True)
-    cache = HybridCache(tiny_model("llama").config, codec=KVCodec(keys, MinMaxCodec(4, 32, per_channel=False)))
+def test_a_codec_without_a_description_is_refused_and_no_file_is_written(path: Path):
+    keys, values = MinMaxCodec(4, 64, per_channel=True), MinMaxCodec(4, 32, per_channel=False)
     with pytest.raises(CacheFileError, match="no way to describe"):
-        cache.save(tmp_path / "cache.kv")
-    assert not list(tmp_path.iterdir())
+        HybridCache(LLAMA.config, codec=KVCodec(keys, values)).save(path)
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -187,29 +202,28 @@ def test_a_codec_without_a_description_is_refused_and_no_file_is_written(tmp_pat
     ],
     ids=["object", "two names"],
 )
-def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(window: object, reason: str, tmp_path: Path):
-    cache = filled(tiny_model("gemma3"), DynamicHybridCache, 70)
+def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(window: object, reason: str, path: Path):
+    cache = filled(DynamicHybridCache, 70, model=tiny_model("gemma3"))
     cache.layers[2].window = window
     with pytest.raises(CacheFileError, match=f"DynamicSlidingWindowLayer has window, .*: {reason}"):
-        cache.save(tmp_path / "cache.kv")
-    assert not list(tmp_path.iterdir())
+        cache.save(path)
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=needs_linux)])
 @pytest.mark.parametrize("codec", [None, minmax(4)], ids=str)
-def test_index_of_keys_of_an_earlier_version_is_skipped(codec: KVCodec | None, mmap: bool, tmp_path: Path):
-    model, path, num_tokens = tiny_model("llama"), tmp_path / "cache.kv", 500
-    original = filled(model, lambda config: HybridCache(config, codec=codec), num_tokens, batch=2)
+def test_index_of_keys_of_an_earlier_version_is_skipped(codec: KVCodec | None, mmap: bool, path: Path):
+    original = filled(Placement(), 500, batch=2, codec=codec)
     original.save(path)
-    with_index = tmp_path / "index.kv"
+    with_index = path.with_name("index.kv")
     with TensorFile(path, path.open("rb", buffering=0)) as file, with_index.open("wb") as new:
         sections = [copied_section(file, name) for name in file.sections]
         index = {"index.1/blocks": TensorForm("uint8", (5, 2, 2, 3))}  # packed blocks of two sequences and two KV heads
         sections.append(Section("index.1", index, lambda: [[bytes(60)]]))
         metadata = {name: text for name, text in file.metadata.items() if not name.startswith("checksum ")}
         NewFile(metadata, sections).write(new)
-    loaded = HybridCache.load(with_index, model.config, mmap=mmap)
-    assert_goes_on_like(model, loaded, copy.deepcopy(original), num_tokens)
+    loaded = HybridCache.load(with_index, LLAMA.config, mmap=mmap)
+    assert_goes_on_like(copy.deepcopy(original), loaded, 500)
     loaded.save(with_index)
     with TensorFile(with_index, with_index.open("rb", buffering=0)) as file:
         assert "index.1" not in file.sections
@@ -222,8 +236,8 @@ def copied_section(file: TensorFile, name: str) -> Section:
     return Section(name, forms, lambda: ([content] for content in data.values()))
 
 
-def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(tmp_path: Path):
-    cache, path = filled(tiny_model("llama"), DynamicHybridCache, 100), tmp_path / "cache.kv"
+def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(path: Path):
+    cache = filled(DynamicHybridCache, 100)
     cache.crop(-20)
     cache.save(path, random_prompt(1, 80))
     with safe_open(path, framework="pt") as file:
@@ -235,45 +249,132 @@ def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(tmp_path: 
     assert torch.equal(ids, random_prompt(1, 80).int())
 
 
-def test_a_file_may_be_replaced_by_the_cache_that_is_mapped_from_it(tmp_path: Path):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    original = filled(model, DynamicHybridCache, 130, batch=2)
+def test_a_file_may_be_replaced_by_the_cache_that_is_mapped_from_it(path: Path):
+    original = filled(DynamicHybridCache, 130, batch=2)
     original.save(path)
     for _ in range(2):
-        mapped = HybridCache.load(path, model.config, mmap=True)
-        assert mapped.memory() == HybridCache.load(path, model.config).memory()
+        mapped = HybridCache.load(path, LLAMA.config, mmap=True)
+        assert mapped.memory() == HybridCache.load(path, LLAMA.config).memory()
         mapped.save(path)
-    assert_goes_on_like(model, HybridCache.load(path, model.config, mmap=True), original, 130)
-    assert list(tmp_path.iterdir()) == [path]
+    assert_goes_on_like(original, HybridCache.load(path, LLAMA.config, mmap=True), 130)
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_a_cache_saved_and_loaded_in_inference_mode_is_used_outside(family: str, tmp_path: Path):
-    model, path = tiny_model(family), tmp_path / "cache.kv"
+def test_a_cache_saved_and_loaded_in_inference_mode_is_used_outside(family: str, path: Path):
+    model = tiny_model(family)
     with torch.inference_mode():
-        original = filled(model, QuantizedHybridCache, 200, batch=2)
-        original.save(path)
+        filled(QuantizedHybridCache, 200, 2, model).save(path)
         loaded = HybridCache.load(path, model.config, mmap=True)
-    assert_goes_on_like(model, loaded, HybridCache.load(path, model.config), 200)
+    assert_goes_on_like(HybridCache.load(path, model.config), loaded, 200, model)
 
 
-def test_file_that_host_memory_cannot_hold_is_refused_and_can_be_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    filled(model, DynamicHybridCache, 130).save(path)
-    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(1000, ""))
-    with pytest.raises(HostMemoryError, match="130 tokens need"):
-        HybridCache.load(path, model.config)
-    assert HybridCache.load(path, model.config, mmap=True).get_seq_length() == 130
-
-
-def test_where_files_cannot_be_mapped_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    original = filled(model, DynamicHybridCache, 130, batch=2)
+def test_file_that_host_memory_cannot_hold_is_refused_and_can_be_mapped(path: Path, monkeypatch: pytest.MonkeyPatch):
+    original = filled(DynamicHybridCache, 130, batch=2)
     original.save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "tightest_limit", lambda: Limit(1000, ""))
+        with pytest.raises(HostMemoryError, match="130 tokens need"):
+            HybridCache.load(path, LLAMA.config)
+        assert HybridCache.load(path, LLAMA.config, mmap=True).get_seq_length() == 130
+    # Where files cannot be mapped they are read.
     monkeypatch.setattr(AddressSpace, "map_file", lambda *arguments: False)
-    assert_goes_on_like(model, HybridCache.load(path, model.config, mmap=True), original, 130)
+    assert_goes_on_like(original, HybridCache.load(path, LLAMA.config, mmap=True), 130)
+
+
+# Token ids
+
+
+def test_token_ids_are_kept_and_compared(path: Path):
+    ids = random_prompt(2, 70)
+    cache = filled(QuantizedHybridCache, 70, batch=2)
+    cache.save(path, ids)
+    assert torch.equal(saved_token_ids(path), ids)
+    HybridCache.load(path, LLAMA.config, token_ids=torch.cat([ids, ids], dim=1))
+    other = ids.clone()
+    other[1, 33] += 1
+    with pytest.raises(CacheFileError, match=rf"token 33 of sequence 1 is {ids[1, 33]} in the file and {other[1, 33]}"):
+        HybridCache.load(path, LLAMA.config, token_ids=other)
+    for unlike in (ids[:, :69], ids[:1], ids[0]):
+        with pytest.raises(CacheFileError, match=r"holds \[2, 70\] tokens"):
+            HybridCache.load(path, LLAMA.config, token_ids=unlike)
+    cache.save(path)
+    assert saved_token_ids(path) is None
+    with pytest.raises(CacheFileError, match="no token ids to compare with"):
+        HybridCache.load(path, LLAMA.config, token_ids=ids)
+
+
+@pytest.mark.parametrize("ids", [random_prompt(1, 9), random_prompt(1, 11), random_prompt(1, 9)[0], torch.ones(1, 10)])
+def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tensor, path: Path):
+    cache = filled(DynamicHybridCache, 10)
+    with pytest.raises(ValueError, match=r"must be integers \[batch, "):
+        cache.save(path, ids)
+
+
+@pytest.mark.parametrize("document_tokens", [0, 11, 5.0, True])
+def test_save_when_a_document_cannot_have_so_many_tokens_then_is_refused(document_tokens: object, path: Path):
+    cache = filled(DynamicHybridCache, 10)
+    with pytest.raises(ValueError, match="document_tokens must be an integer from 1 to the 10 stored tokens"):
+        cache.save(path, random_prompt(1, 10), document_tokens)
+    with pytest.raises(ValueError, match="goes with token_ids"):
+        cache.save(path, document_tokens=5)
+
+
+def test_token_ids_when_several_differ_then_earliest_position_is_told():
+    known = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
+    assert first_difference(known, torch.tensor([[1, 2, 3, 9], [1, 9, 3, 4]])) == (1, 1)
+    assert first_difference(known, known.clone()) is None
+
+
+def test_rope_factor_when_repeated_in_config_then_is_no_difference():
+    rotation = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    twice, once = {"rope_parameters": rotation, "partial_rotary_factor": 0.25}, {"rope_parameters": rotation}
+    assert not differences(twice, once)
+    assert not differences(once, twice)
+    assert differences(twice, {"rope_parameters": rotation | {"partial_rotary_factor": 0.5}})
+    assert differences({"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.5})
+
+
+# Positions that go on from a picture, by an offset that the model keeps itself
+
+
+TEXT = torch.arange(40, 60)[None]
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.mark.parametrize("way", ["generate", "forward pass"])
+def test_save_when_positions_go_on_from_a_picture_then_is_refused(way: str, path: Path):
+    model, prompt = model_of_images(), prompt_with_picture()
+    ours, stock = DynamicHybridCache(model.config), DynamicCache(config=model.config)
+    stored = prompt["input_ids"]
+    for cache in (stock, ours):
+        with torch.inference_mode():
+            if way == "generate":
+                stored = model.generate(**prompt, **cache_argument(cache), **OPTIONS)
+            else:
+                model(**prompt, **cache_argument(cache))
+    assert int(model.model.rope_deltas) < 0
+    twin = copy.deepcopy(ours)
+    for each in (ours, twin):
+        with pytest.raises(CacheFileError, match=r"rope_deltas.*copy\.deepcopy"):
+            each.save(path)
+    assert not list(path.parent.iterdir())
+    longer = torch.cat([stored, TEXT], dim=1)
+    assert torch.equal(
+        model.generate(longer, **cache_argument(twin), **OPTIONS),
+        model.generate(longer, **cache_argument(stock), **OPTIONS),
+    )
+
+
+def test_save_when_there_is_no_picture_then_a_new_model_goes_on(path: Path):
+    model, cache = model_of_images(), DynamicHybridCache(model_of_images().config)
+    model.generate(**prompt_with_picture(), **cache_argument(cache), **OPTIONS)
+    cache.reset()
+    longer = torch.cat([model.generate(TEXT, **cache_argument(cache), **OPTIONS), TEXT], dim=1)
+    cache.save(path)
+    again = HybridCache.load(path, model.config)
+    expected = model.generate(longer, **cache_argument(cache), **OPTIONS)
+    assert torch.equal(model_of_images().generate(longer, **cache_argument(again), **OPTIONS), expected)
 
 
 # Caches after sequences of operations
@@ -289,7 +390,7 @@ class Reloaded:
     def reload(self) -> None:
         path = self.folder / "cache.kv"
         self.ours.save(path)
-        self.ours = HybridCache.load(path, CONFIG, mmap=self.mmap)
+        self.ours = HybridCache.load(path, self.ours._stores.config, mmap=self.mmap)
         self.content = path.read_bytes()
 
     def teardown(self) -> None:
@@ -353,8 +454,8 @@ for mmap in (True, False):
 
 
 @needs_linux
-def test_save_and_mmap_when_cache_is_large_then_memory_is_bounded(tmp_path: Path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache.kv")]
+def test_save_and_mmap_when_cache_is_large_then_memory_is_bounded(path: Path):
+    command = [sys.executable, "-c", PROGRAM, str(path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     saved_from_blocks, saved_from_a_device, mapped, read = map(int, done.stdout.split())
     assert saved_from_blocks <= 4

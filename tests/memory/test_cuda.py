@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import (
     DecodeOnCPU,
@@ -40,14 +41,19 @@ def states(num_tokens: int, seed: int, batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, 8, num_tokens, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
+def fill(cache: Cache, *lengths: int) -> Cache:
+    """Let each layer have new states of so many tokens, in turn; those of a layer are the same for any cache."""
+    for num_tokens in lengths:
+        for layer in range(8):
+            cache.update(states(num_tokens, layer), states(num_tokens, layer + 8), layer)
+    return cache
+
+
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("way", [Strategy.GPU, Strategy.STREAMED, Strategy.CPU_ATTENTION])
 def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Strategy):
     candidate = Candidate(name, way)
-    cache = HybridCache(CONFIG, candidate.placement, codec=candidate.codec)
-    for num_tokens in [512] * 5 + [439, 1, 1]:
-        for layer in range(8):
-            cache.update(states(num_tokens, 0), states(num_tokens, 1), layer)
+    cache = fill(HybridCache(CONFIG, candidate.placement, codec=candidate.codec), *[512] * 5, 439, 1, 1)
     planned = candidate.cost(model_cost(CONFIG, torch.bfloat16), 3001).decode
     report = cache.memory()
     assert planned.device == pytest.approx(report.device_bytes, rel=0.03)
@@ -68,22 +74,14 @@ def test_records_made_on_the_gpu_are_read_on_the_cpu(bits: int, rotate: bool):
 
 
 def test_a_quantized_cache_on_the_gpu_holds_codes():
-    sizes = {}
-    for name, cache in (("full", DynamicHybridCache(CONFIG)), ("4 bits", QuantizedHybridCache(CONFIG, 4))):
-        for layer in range(8):
-            for num_tokens in (8192, 1):  # quantized once they are attended to, or others follow
-                cache.update(states(num_tokens, layer), states(num_tokens, layer), layer)
-        sizes[name] = cache.memory().device_bytes
-    assert sizes["4 bits"] < 0.36 * sizes["full"]
+    # Quantized once they are attended to, or others follow.
+    full, coded = (fill(cache, 8192, 1) for cache in (DynamicHybridCache(CONFIG), QuantizedHybridCache(CONFIG, 4)))
+    assert coded.memory().device_bytes < 0.36 * full.memory().device_bytes
 
 
 def kernels_of_a_step(make) -> float:
     """Count the kernels that one decode step of one layer launches on the GPU, its attention included."""
-    cache = make(CONFIG)
-    query = states(1, 0)
-    new = states(1, 1)
-    for layer in range(8):
-        cache.update(states(2048, layer), states(2048, layer + 8), layer)
+    cache, query, new = fill(make(CONFIG), 2048), states(1, 0), states(1, 1)
 
     def step() -> None:
         for layer in range(8):
@@ -169,9 +167,7 @@ def test_memory_that_cannot_be_page_locked_is_used_all_the_same(monkeypatch: pyt
 
 
 def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
-    cache = OffloadedHybridCache(CONFIG)
-    for layer in range(8):
-        cache.update(states(4096, layer), states(4096, layer), layer)
+    cache = fill(OffloadedHybridCache(CONFIG), 4096)
     torch.cuda.synchronize()
     streamed = cache.layers[3].store.streamed
     assert streamed.keys.stored_rows(1).is_pinned()
@@ -199,10 +195,7 @@ def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        cache = make(CONFIG)
-        for _ in range(16):
-            for layer in range(8):
-                cache.update(states(1024, layer), states(1024, layer), layer)
+        cache = fill(make(CONFIG), *[1024] * 16)
         torch.cuda.synchronize()
         held = cache.memory().device_bytes if hasattr(cache, "memory") else None
         return torch.cuda.max_memory_allocated() - before, held
@@ -243,18 +236,9 @@ def test_layers_on_two_devices_use_streams_and_slots_of_their_own():
 
 def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
     """Random, in float32; 2,048 tokens of its keys and values are 128 MiB."""
-    config = LlamaConfig(
-        num_hidden_layers=8,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=64,
-        vocab_size=1024,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "num_hidden_layers": 8}
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 1024, "max_position_embeddings": 4096}
+    config = LlamaConfig(**heads, **sizes, eos_token_id=None, pad_token_id=0)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval().to("cuda")
 
@@ -302,13 +286,6 @@ def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
 
 def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     """A layer of 32,768 tokens takes 64 MiB, and there is room for four of eight."""
-
-    def fill() -> None:
-        for start in range(0, 32_768, 4096):
-            for layer in range(8):
-                chunk = states(4096, seed=start + layer)
-                cache.update(chunk, chunk, layer)
-
     cache = OffloadedHybridCache(CONFIG, resident_layers=6, cpu_decode=False)
     gc.collect()
     torch.cuda.empty_cache()
@@ -316,10 +293,9 @@ def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 300 * 2**20) / total)
     try:
         with pytest.warns(UserWarning, match="resident layers are streamed from now on"):
-            fill()
+            fill(cache, *[4096] * 8)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert cache.stats.evictions > 0
     for layer in range(8):
-        expected = torch.cat([states(4096, seed=start + layer) for start in range(0, 32_768, 4096)], dim=2)
-        assert torch.equal(cache.layers[layer].keys, expected)
+        assert torch.equal(cache.layers[layer].keys, states(4096, layer).repeat(1, 1, 8, 1))

@@ -81,7 +81,7 @@ def refusal(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def refusal_of(cache: HybridCache, num_tokens: int = 3000) -> str:
+def refusal_of(cache: HybridCache, num_tokens: int) -> str:
     # A view of one number, which takes nothing.
     states = torch.ones(1).expand(BATCH * 4 // len(cache.layers), 2, num_tokens, 16)
     return refusal(lambda: cache.update(states, states, 0))
@@ -147,26 +147,9 @@ def refuse_beyond_the_limit_of_data() -> None:
         store(cache, 500)
 
 
-def all_in_a_limited_process() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Decode steps take")  # as in `conftest.py`: other tests run too
-    makes = [DynamicHybridCache, OffloadedHybridCache]
-    for make in [*makes, QuantizedHybridCache]:
-        # Compiled and with all threads before there is a limit, as in a process that has served for a while.
-        generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
-    generate_up_to_the_limit(DynamicHybridCache)
-    for make in makes:
-        follow_the_advice(make)
-    take_only_what_is_asked_for()
-    refuse_max_length_at_once()
-    refuse_beyond_the_limit_of_data()
-
-
-def test_limits_of_a_process_are_kept_told_and_survived():
-    run_program("from memory import test_limits; test_limits.all_in_a_limited_process()")
-
-
 def refuse_copies() -> None:
+    """Nothing changes where a copy does not fit."""
+    warnings.filterwarnings("ignore", "Host memory will end")
     cache = OffloadedHybridCache(tiny_model("llama").config)
     store(cache, 2000)
     with limited(50 * MIB):
@@ -185,26 +168,36 @@ def refuse_copies() -> None:
     assert cache.get_seq_length() == 2000
 
 
-def test_copies_beyond_a_limit_are_refused_with_nothing_changed():
-    run_program("from memory import test_limits; test_limits.refuse_copies()")
+def all_in_a_limited_process() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Decode steps take")  # as in `conftest.py`: other tests run too
+    makes = [DynamicHybridCache, OffloadedHybridCache]
+    for make in [*makes, QuantizedHybridCache]:
+        # Compiled and with all threads before there is a limit, as in a process that has served for a while.
+        generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
+    generate_up_to_the_limit(DynamicHybridCache)
+    for make in makes:
+        follow_the_advice(make)
+    take_only_what_is_asked_for()
+    refuse_max_length_at_once()
+    refuse_beyond_the_limit_of_data()
+    refuse_copies()
 
 
-class Group(NamedTuple):
-    """A control group: version 2 names its files otherwise than version 1."""
-
-    folder: Path
-    limit: Path
-    usage: Path
-
-    @classmethod
-    def at(cls, folder: Path) -> "Group":
-        names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        paths = next(pair for pair in names if (folder / pair[0]).exists())
-        return cls(folder, *(folder / name for name in paths))
+def test_limits_of_a_process_are_kept_told_and_survived():
+    run_program("from memory import test_limits; test_limits.all_in_a_limited_process()")
 
 
-def make_control_group() -> Group:
-    """A group in that of this process, which ends with the test."""
+def files_of(group: Path) -> tuple[Path, Path]:
+    """Return the files of a control group's limit and usage: version 2 names them otherwise than version 1."""
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, usage = next(pair for pair in names if (group / pair[0]).exists())
+    return group / limit, group / usage
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Make a group in that of this process."""
     root, groups = Path("/sys/fs/cgroup"), {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -218,32 +211,29 @@ def make_control_group() -> Group:
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error.strerror}")
     try:
-        return Group.at(folder)
+        files_of(folder)
+        yield folder
     except StopIteration:
-        folder.rmdir()
         pytest.skip("the control group of this process does not let those in it limit memory")
+    finally:
+        folder.rmdir()
 
 
 def refuse_beyond_the_limit_of_the_group(folder: str) -> None:
     generate(DynamicHybridCache(tiny_model("llama").config), random_prompt(1, 300), 2)
     wait_for_compilation()
-    group = Group.at(Path(folder))
-    (group.folder / "cgroup.procs").write_text(str(os.getpid()))
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    limit, usage = files_of(Path(folder))
     # Memory that the process has taken already counts for its old group.
-    group.limit.write_text(str(int(group.usage.read_text()) + 200 * MIB))
+    limit.write_text(str(int(usage.read_text()) + 200 * MIB))
     cache = DynamicHybridCache(tiny_model("llama").config)
     assert "memory limit of its container (control group)" in refusal_of(cache, 10_000)
     store(cache, 1000)
 
 
-def test_a_limit_of_a_control_group_is_kept():
-    group = make_control_group()
-    try:
-        run_program(
-            f"from memory import test_limits; test_limits.refuse_beyond_the_limit_of_the_group({str(group.folder)!r})"
-        )
-    finally:
-        group.folder.rmdir()
+def test_a_limit_of_a_control_group_is_kept(control_group: Path):
+    act = f"refuse_beyond_the_limit_of_the_group({str(control_group)!r})"
+    run_program(f"from memory import test_limits; test_limits.{act}")
 
 
 class Footprint(NamedTuple):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
     MixtralConfig,
@@ -13,13 +12,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
+from models import tiny_models
 from models.tiny_models import COMMON
 
 NUM_EXPERTS, CHOICES = 6, 2
-_LATENT = {name: value for name, value in COMMON.items() if name != "head_dim"} | {"num_key_value_heads": 4}
 _LAYERS = {"num_hidden_layers": 3}
 _ROUTED = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": CHOICES, "moe_intermediate_size": 48}
 _LOCAL = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": CHOICES}
@@ -27,20 +25,8 @@ _LOCAL = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": CHOICES}
 
 def deepseek_v3() -> PreTrainedConfig:
     """Latent attention, and a shared expert beside the others from the second layer on."""
-    return DeepseekV3Config(
-        **_LATENT | _LAYERS,
-        first_k_dense_replace=1,
-        n_routed_experts=NUM_EXPERTS,
-        num_experts_per_tok=CHOICES,
-        moe_intermediate_size=48,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-    )
+    routed = {"n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": CHOICES, "moe_intermediate_size": 48}
+    return tiny_models.deepseek_v3(first_k_dense_replace=1, n_group=2, topk_group=1, **routed)
 
 
 def gpt_oss() -> PreTrainedConfig:
@@ -51,16 +37,9 @@ def gpt_oss() -> PreTrainedConfig:
 
 def qwen3_next() -> PreTrainedConfig:
     """Linear attention and full attention mixed, a shared expert."""
-    return Qwen3NextConfig(
-        **COMMON | _LAYERS | _ROUTED,
-        layer_types=["linear_attention", "full_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        shared_expert_intermediate_size=48,
-        decoder_sparse_step=1,
-    )
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    shared = {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return tiny_models.qwen3_next(**_LAYERS | _ROUTED | shared, layer_types=kinds)
 
 
 EXPERT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import (
@@ -51,14 +52,7 @@ def gemma3() -> PreTrainedConfig:
 
 def gemma4_shared() -> PreTrainedConfig:
     """The last two layers read the keys and values of earlier ones."""
-    kinds = [
-        "full_attention",
-        "full_attention",
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-        "full_attention",
-    ]
+    kinds = [*["full_attention"] * 3, "sliding_attention", "full_attention", "full_attention"]
     return Gemma4TextConfig(
         **COMMON,
         num_hidden_layers=6,
@@ -72,34 +66,21 @@ def gemma4_shared() -> PreTrainedConfig:
     )
 
 
-def qwen3_next() -> PreTrainedConfig:
+def qwen3_next(**changes: Any) -> PreTrainedConfig:
     """Linear attention and full attention mixed."""
-    return Qwen3NextConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=0,
-        mlp_only_layers=[0, 1, 2, 3],
-    )
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    settings = COMMON | {"num_hidden_layers": 4, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]} | heads
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    return Qwen3NextConfig(**settings | kinds | {"linear_key_head_dim": 16, "linear_value_head_dim": 16} | changes)
 
 
-def deepseek_v3() -> PreTrainedConfig:
+def deepseek_v3(**changes: Any) -> PreTrainedConfig:
     """Multi-head latent attention: keys and values of different width."""
-    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
-    return DeepseekV3Config(
-        **common | {"num_key_value_heads": 4},
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-    )
+    settings = {name: value for name, value in COMMON.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
+    widths = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
+    return DeepseekV3Config(**settings | ranks | widths | layers | changes)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {

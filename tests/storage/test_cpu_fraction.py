@@ -32,19 +32,20 @@ def test_after_a_few_moves_cpu_and_device_end_together(equilibrium: float, at_fi
 
 @pytest.mark.parametrize("equilibrium", [0.05, 0.2, 0.33, 0.5, 0.68, 0.9])
 def test_cpu_fraction_when_settled_then_cpu_ends_slightly_last(equilibrium: float):
-    fraction, _ = watched(equilibrium)
-    assert equilibrium < fraction.fraction <= equilibrium + 1 / 32
+    assert equilibrium < watched(equilibrium)[0].fraction <= equilibrium + 1 / 32
 
 
-@pytest.mark.parametrize(("equilibrium", "end"), [(-1, LEAST_CPU_FRACTION), (2, 1.0)])
-def test_cpu_fraction_when_one_side_is_always_last_then_is_at_its_limit(equilibrium: float, end: float):
-    fraction, _ = watched(equilibrium)
-    assert fraction.fraction == end
+def test_cpu_fraction_when_one_side_is_always_last_then_is_at_its_limit():
+    assert watched(-1)[0].fraction == LEAST_CPU_FRACTION
+    assert watched(2)[0].fraction == 1
 
 
-def test_cpu_fraction_when_model_decodes_then_moves_within_few_steps():
-    _, stats = watched(0.2, layers=32 * 40)
-    assert len(stats.decisions) >= 3
+def test_cpu_fraction_when_model_decodes_then_moves_soon_and_says_so():
+    assert len(watched(0.2, layers=32 * 40)[1].decisions) >= 3
+    fraction, stats = watched(0.3, layers=300)
+    (decision,) = stats.decisions
+    assert decision == (TOKENS, "cpu_decode", 0.25, "the CPU was the last to end in 128 of 128 layers")
+    assert fraction.fraction == decision.value
 
 
 def test_cpu_fraction_when_settled_then_stays_until_context_grows():
@@ -56,13 +57,6 @@ def test_cpu_fraction_when_settled_then_stays_until_context_grows():
     for _ in range(10_000):
         fraction.note(fraction.fraction > 0.8, int(1.25 * TOKENS))
     assert fraction.fraction == pytest.approx(0.8, abs=1 / 16)
-
-
-def test_cpu_fraction_when_moved_then_stats_record_the_move():
-    fraction, stats = watched(0.3, layers=300)
-    (decision,) = stats.decisions
-    assert decision == (TOKENS, "cpu_decode", 0.25, "the CPU was the last to end in 128 of 128 layers")
-    assert fraction.fraction == decision.value
 
 
 def test_cpu_fraction_when_not_adaptive_then_stays():

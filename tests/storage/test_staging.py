@@ -1,6 +1,7 @@
 """Slots: which layer gets which, what is fetched ahead, and that nothing in use is overwritten."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,199 +11,163 @@ from hf_hybrid_cache.storage.runs.streams import Streams
 
 from common.lazy_streams import LazyStreams
 
-
-def at_once() -> Streams:
-    return Streams(torch.device("cpu"))
-
-
-STREAMS = {"copies_at_once": at_once, "copies_late": LazyStreams}
+at_once_and_late = pytest.mark.parametrize("streams", [Streams, LazyStreams], ids=["copies_at_once", "copies_late"])
 
 
 def states(layer: int, num_tokens: int) -> torch.Tensor:
     return torch.full((1, 2, num_tokens, 4), float(layer + 1)) + torch.arange(num_tokens)[:, None] / 1000
 
 
-def make_stores(num_layers: int, prefetch_layers: int, resident: set[int] = frozenset(), streams=at_once):
-    staging = Staging(streams(), prefetch_layers, CacheStats())
-    shape = KVShape.of(states(0, 1), states(0, 1))
-    budget = HostBudget(num_layers)
-    return staging, [Streamed(shape, InitialCapacity(), budget, staging, i in resident) for i in range(num_layers)]
+class Layers:
+    """Streamed layers that share the slots of one device, in the order of a model."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        prefetch_layers: int = 1,
+        resident: set[int] = frozenset(),
+        streams: Callable[..., Streams] = Streams,
+    ):
+        made = LazyStreams() if streams is LazyStreams else Streams(torch.device("cpu"))
+        self.staging = Staging(made, prefetch_layers, CacheStats())
+        self.stats = self.staging.stats
+        shape, budget = KVShape.of(states(0, 1), states(0, 1)), HostBudget(num_layers)
+        self.runs = [
+            Streamed(shape, InitialCapacity(), budget, self.staging, index in resident) for index in range(num_layers)
+        ]
+
+    def step(self, num_tokens: int) -> None:
+        for layer, run in enumerate(self.runs):
+            use(run, states(layer, num_tokens))
 
 
-def add(store: Streamed, new: torch.Tensor) -> Pair:
+def use(run: Streamed, new: torch.Tensor) -> Pair:
     """Store new tokens for a use on the device, and use all."""
-    store.write(new, new, on_device=True)
-    return store.read()
-
-
-def step(stores: list[Streamed], num_tokens: int) -> None:
-    for layer, store in enumerate(stores):
-        add(store, states(layer, num_tokens))
+    run.write(new, new, on_device=True)
+    return run.read()
 
 
 @pytest.mark.parametrize("prefetch_layers", [0, 1, 2, 5])
-def test_the_device_holds_one_layer_and_those_fetched_ahead(prefetch_layers: int):
-    staging, stores = make_stores(8, prefetch_layers)
-    for _ in range(4):
-        step(stores, 3)
-    assert len(staging.slots) == prefetch_layers + 1
-
-
-def test_every_layer_is_fetched_ahead_once_a_step():
-    staging, stores = make_stores(6, prefetch_layers=1)
-    step(stores, 10)
-    stats = staging.stats
+def test_layers_are_fetched_ahead_once_a_step_into_few_slots(prefetch_layers: int):
+    layers = Layers(6, prefetch_layers)
+    layers.step(10)
+    stats, token_bytes = layers.stats, layers.runs[0].bytes_per_token
     assert (stats.prefetch_hits, stats.prefetch_misses) == (0, 0)
     sent = stats.bytes_to_host
-    # Whole blocks of 64 tokens.
-    assert sent == 6 * 64 * stores[0].bytes_per_token
-    step(stores, 1)
-    assert (stats.prefetch_hits, stats.prefetch_misses) == (6, 0)
-    assert stats.bytes_to_host - sent == 6 * 64 * stores[0].bytes_per_token
-    # The first layer was still there after the prefill, and is on its way for the step after this one.
-    assert stats.bytes_to_device == (5 * 10 + 11) * stores[0].bytes_per_token
-
-
-def test_without_prefetch_every_layer_misses():
-    staging, stores = make_stores(3, prefetch_layers=0)
-    step(stores, 10)
-    step(stores, 1)
-    assert (staging.stats.prefetch_hits, staging.stats.prefetch_misses) == (0, 3)
+    assert sent == 6 * 64 * token_bytes  # whole blocks of 64 tokens
+    layers.step(1)
+    assert (stats.prefetch_hits, stats.prefetch_misses) == ((6, 0) if prefetch_layers else (0, 6))
+    assert stats.bytes_to_host - sent == 6 * 64 * token_bytes
+    if prefetch_layers == 1:
+        # The first layer was still there after the prefill, and is on its way for the step after this one.
+        assert stats.bytes_to_device == (5 * 10 + 11) * token_bytes
+    counted = stats.prefetch_hits, stats.prefetch_misses
+    for run in layers.runs:
+        run.read()
+    assert (stats.prefetch_hits, stats.prefetch_misses) == counted
+    layers.step(3)
+    assert len(layers.staging.slots) == prefetch_layers + 1
+    for run in layers.runs:
+        run.close()
+    assert layers.staging.slots == []
 
 
 def test_resident_layers_are_never_fetched():
-    staging, stores = make_stores(4, prefetch_layers=1, resident={0, 1, 2, 3})
+    layers = Layers(4, resident={0, 1, 2, 3})
     for _ in range(3):
-        step(stores, 5)
-    assert staging.stats.bytes_to_device == 0
-    assert staging.stats.evictions == 0
-    assert len(staging.slots) == 4
+        layers.step(5)
+    assert (layers.stats.bytes_to_device, layers.stats.evictions) == (0, 0)
+    assert len(layers.staging.slots) == 4
 
 
 def test_a_resident_layer_keeps_its_slot_when_its_sequences_are_reordered():
-    staging, stores = make_stores(2, prefetch_layers=1, resident={0})
-    step(stores, 5)
+    layers = Layers(2, resident={0})
+    layers.step(5)
     for _ in range(3):
-        for store in stores:
-            store.select(torch.tensor([0, 0]))
-            store.select(torch.tensor([1]))
-        step(stores, 1)
-    assert len(staging.slots) <= 3
+        for run in layers.runs:
+            run.select(torch.tensor([0, 0]))
+            run.select(torch.tensor([1]))
+        layers.step(1)
+    assert len(layers.staging.slots) <= 3
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
+@at_once_and_late
 @pytest.mark.parametrize("prefetch_layers", [0, 1, 2])
 @pytest.mark.parametrize("held_layer", [0, 1, 3])
-def test_what_is_held_is_not_overwritten_by_later_layers(streams, prefetch_layers: int, held_layer: int):
+def test_what_is_held_is_not_overwritten_by_later_layers(
+    streams: Callable[..., Streams], prefetch_layers: int, held_layer: int
+):
     """Models that share keys and values between layers read them long after the layer that stored them."""
-    _, stores = make_stores(5, prefetch_layers, streams=streams)
-    step(stores, 70)
-    held = None
-    for layer, store in enumerate(stores):
-        keys, values = add(store, states(layer, 1))
+    layers, held = Layers(5, prefetch_layers, streams=streams), None
+    layers.step(70)
+    for layer, run in enumerate(layers.runs):
+        read = use(run, states(layer, 1))
         expected = torch.cat([states(layer, 70), states(layer, 1)], dim=2)
-        assert torch.equal(keys, expected)
-        assert torch.equal(values, expected)
+        assert all(torch.equal(part, expected) for part in read)
         if layer == held_layer:
-            held = keys, values, expected
-        del keys, values
+            held = *(part[:, :, 1:] for part in read), expected[:, :, 1:]
+            run.read()  # each view that was lent counts, not only the last
+        del read
         if held is not None:
             assert torch.equal(held[0], held[2])
             assert torch.equal(held[1], held[2])
 
 
-def test_every_view_that_was_lent_counts_as_held_not_only_the_last():
-    _, stores = make_stores(4, prefetch_layers=1)
-    step(stores, 5)
-    held = stores[0].read()[0]
-    stores[0].read()
-    step(stores[1:], 1)
-    assert torch.equal(held, states(0, 5))
-
-
-def test_prefetch_stats_when_layer_is_only_read_then_count_nothing():
-    staging, stores = make_stores(4, prefetch_layers=1)
-    step(stores, 5)
-    for store in stores:
-        store.read()
-    assert (staging.stats.prefetch_hits, staging.stats.prefetch_misses) == (0, 0)
-
-
 def test_slots_grown_for_what_was_held_are_used_again():
-    staging, stores = make_stores(6, prefetch_layers=1)
-    step(stores, 4)
+    layers = Layers(6)
+    layers.step(4)
     for _ in range(20):
-        held = add(stores[0], states(0, 1))
-        for layer, store in enumerate(stores[1:], start=1):
-            add(store, states(layer, 1))
+        held = use(layers.runs[0], states(0, 1))
+        for layer, run in enumerate(layers.runs[1:], start=1):
+            use(run, states(layer, 1))
         del held
-    assert len(staging.slots) <= 3
+    assert len(layers.staging.slots) <= 3
 
 
-def test_released_stores_leave_nothing_on_the_device():
-    staging, stores = make_stores(4, prefetch_layers=2, resident={1})
-    step(stores, 4)
-    for store in stores:
-        store.close()
-    assert staging.slots == []
-
-
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_slot_when_tokens_were_cropped_on_host_then_is_not_stale(streams):
-    _, stores = make_stores(1, prefetch_layers=0, streams=streams)
-    stores[0].write(states(0, 5), states(0, 5))
-    stores[0].read()
-    stores[0].truncate(3)
-    stores[0].write(states(7, 2), states(7, 2))
-    for part in stores[0].read():
-        assert torch.equal(part, torch.cat([states(0, 3), states(7, 2)], dim=2))
-
-
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_slot_when_other_entries_are_needed_then_what_is_held_stays(streams):
-    _, stores = make_stores(1, prefetch_layers=0, streams=streams)
-    stores[0].write(states(0, 200), states(0, 200))
-    stores[0].stream_from(1)
-    held, _ = stores[0].read_staged()
-    for part in stores[0].read():
-        assert torch.equal(part, states(0, 200))
+@at_once_and_late
+def test_slot_when_other_entries_are_needed_then_what_is_held_stays(streams: Callable[..., Streams]):
+    (run,) = Layers(1, 0, streams=streams).runs
+    run.write(states(0, 200), states(0, 200))
+    run.stream_from(1)
+    held, _ = run.read_staged()
+    assert all(torch.equal(part, states(0, 200)) for part in run.read())
     assert torch.equal(held, states(0, 200)[:, :, 64:])
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_write_without_tokens_brings_the_past_and_those_that_follow(streams):
-    _, stores = make_stores(3, prefetch_layers=1, streams=streams)
-    step(stores, 70)
-    assert stores[1].slot is None
-    nothing = states(0, 1)[:, :, :0]
-    stores[1].write(nothing, nothing, on_device=True)
-    assert [store.slot is not None for store in stores] == [False, True, True]
-    assert torch.equal(stores[1].read()[0], states(1, 70))
+@at_once_and_late
+def test_write_without_tokens_brings_the_past_and_those_that_follow(streams: Callable[..., Streams]):
+    layers = Layers(3, streams=streams)
+    layers.step(70)
+    _, second, _ = runs = layers.runs
+    assert second.slot is None
+    nothing = states(0, 0)
+    second.write(nothing, nothing, on_device=True)
+    assert [run.slot is not None for run in runs] == [False, True, True]
+    assert torch.equal(second.read()[0], states(1, 70))
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_layers_of_several_shapes_share_slots(streams):
-    staging, stores = make_stores(4, prefetch_layers=1, streams=streams)
-    wide = [states(layer, 1).repeat(2, 1, 1, 1) for layer in range(4)]
+@at_once_and_late
+def test_layers_of_several_shapes_share_slots(streams: Callable[..., Streams]):
+    layers = Layers(4, streams=streams)
     for layer in (1, 3):
-        stores[layer].select(torch.tensor([0, 0]))
+        layers.runs[layer].select(torch.tensor([0, 0]))
+    new = [states(layer, 1).repeat(1 + layer % 2, 1, 1, 1) for layer in range(4)]
     for _ in range(70):
-        for layer, store in enumerate(stores):
-            add(store, wide[layer] if layer % 2 else wide[layer][:1])
-    assert len(staging.slots) == 2
-    for layer, store in enumerate(stores):
-        batch = 2 if layer % 2 else 1
-        assert torch.equal(store.read()[0], wide[layer][:batch].repeat(1, 1, 70, 1))
+        for each, run in zip(new, layers.runs, strict=True):
+            use(run, each)
+    assert len(layers.staging.slots) == 2
+    for each, run in zip(new, layers.runs, strict=True):
+        assert torch.equal(run.read()[0], each.repeat(1, 1, 70, 1))
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_copy_of_one_layer_has_turns_of_its_own(streams):
-    staging, stores = make_stores(3, prefetch_layers=1, streams=streams)
-    step(stores, 70)
-    twin = copy.deepcopy(stores[1])
+@at_once_and_late
+def test_copy_of_one_layer_has_turns_of_its_own(streams: Callable[..., Streams]):
+    layers = Layers(3, streams=streams)
+    layers.step(70)
+    twin = copy.deepcopy(layers.runs[1])
     assert twin.staging.slots == []
-    for part in add(twin, states(7, 1)):
+    for part in use(twin, states(7, 1)):
         assert torch.equal(part, torch.cat([states(1, 70), states(7, 1)], dim=2))
     assert twin.staging.slots == [twin.slot]
-    assert torch.equal(stores[1].read()[0], states(1, 70))
-    assert len(staging.slots) == 2
+    assert torch.equal(layers.runs[1].read()[0], states(1, 70))
+    assert len(layers.staging.slots) == 2

@@ -2,98 +2,79 @@
 
 import pytest
 import torch
-from contracts.buffers import token_in_memory
-from contracts.stores import CONFIG, Pair, StoreContract
+from contracts.stores import StoreMachine, Variant, machine_of, random_states
+from hypothesis.stateful import run_state_machine_as_test
 from torch import distributed
 
-from hf_hybrid_cache import HybridCache, Placement, minmax
-from hf_hybrid_cache.storage import Run, Store
-from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage import Store
 
-from common.caches import group_of_one
+from common.interruptions import Interruption
+from common.soak import search_at_random
 
-
-def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
-    """`[batch, num_kv_heads, entries, head_dim]`, one after the other, as they lie in memory."""
-    found = [token_in_memory(buffer, index) for index in range(num_entries)]
-    return torch.stack(found, 2) if found else buffer.stored_rows(0).new_empty(*buffer.shape[:2], 0, buffer.shape[2])
-
-
-def plain(segment: Run) -> Pair:
-    return entries(segment.keys, segment.num_entries), entries(segment.values, segment.num_entries)
-
-
-def middle(store: Store) -> Pair:
-    """Decode the packed blocks by the codec, which has tests of its own."""
-    if store.packed is None:
-        return plain(store.dense)
-    codec, whole = store.codec, []
-    for each, full, packed in zip((codec.keys, codec.values), plain(store.dense), plain(store.packed), strict=True):
-        decoded = full.new_empty(*full.shape[:2], packed.shape[2] * 64, full.shape[3])
-        each.decode(packed, decoded)
-        first = min(store.sink_tokens, full.shape[2])
-        whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
-    return whole[0], whole[1]
+STREAMED = {"offload": True, "cpu_decode": False}
+PLACES = {
+    "on the device": Variant({"cpu_decode": False}),
+    "in host memory": Variant({"cpu_decode": True}),
+    "in host memory, copied late": Variant({"cpu_decode": True}, copies_late=True),
+    "streamed": Variant(STREAMED),
+    "streamed, copied late": Variant(STREAMED, copies_late=True),
+    "split": Variant({"cpu_decode": True}, is_split=True),
+    "split, copied late": Variant({"cpu_decode": True}, is_split=True, copies_late=True),
+    "split and streamed": Variant(STREAMED, is_split=True),
+    "split and streamed, copied late": Variant(STREAMED, is_split=True, copies_late=True),
+    "split in three": Variant({"offload": True, "cpu_decode": 0.5}, is_split=True),
+}
+VARIANTS = PLACES | {f"quantized, {name}": each._replace(is_quantized=True) for name, each in PLACES.items()}
+if distributed.is_available():
+    VARIANTS["shared with nobody"] = Variant({"cpu_decode": True}, is_shared=True)
+AT_ONCE = {name: each for name, each in VARIANTS.items() if not each.copies_late}
+each_at_once = pytest.mark.parametrize("variant", AT_ONCE.values(), ids=AT_ONCE)
 
 
-def around(device: Run, middle: Pair, first: int) -> Pair:
-    """The last tokens on a device follow the first ones there."""
-    keys, values = (
-        torch.cat([ends[:, :, :first], between, ends[:, :, first:]], 2)
-        for ends, between in zip(plain(device), middle, strict=True)
-    )
-    return keys, values
+def run(machine: type[StoreMachine]) -> None:
+    run_state_machine_as_test(machine, settings=search_at_random(50, 500, stateful_step_count=12))
 
 
-class EverySegment(StoreContract):
-    def in_memory(self, store: Store) -> Pair:
-        found = middle(store)
-        return found if store.ends is None else around(store.ends, found, store.first_tokens)
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_any_history_of_a_store_leaves_what_plain_tensors_hold(variant: Variant):
+    run(machine_of(variant))
 
 
-class TestOnTheDevice(EverySegment):
-    placement = Placement(cpu_decode=False)
+@pytest.mark.soak
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_any_history_of_a_shard_leaves_its_part_of_plain_tensors(is_quantized: bool):
+    run(machine_of(Variant({"cpu_decode": True}, is_quantized=is_quantized), is_divided=True))
 
 
-class TestInHostMemory(EverySegment):
-    placement = Placement(cpu_decode=True)
+@pytest.mark.parametrize("lengths", [[1], [300], [1, 64, 65, 300, 1000]], ids=str)
+@each_at_once
+def test_planned_bytes_are_those_that_its_buffers_hold(variant: Variant, lengths: list[int]):
+    store, _ = variant.make()
+    planned = sum(num_bytes for _, num_bytes in store.planned_bytes(lengths))
+    for seed, length in enumerate(lengths):
+        store.add(*random_states(length - store.num_tokens, seed))
+    held = sum(buffer.num_bytes for buffer in store.buffers())
+    # Room for the tokens of a quantized layer that stay in full precision is planned whole.
+    assert planned == held if not variant.is_quantized or lengths[-1] >= 300 else planned >= held
 
 
-class TestStreamed(EverySegment):
-    placement = Placement(offload=True, cpu_decode=False)
+CHANGES = {"append": random_states(140, 1), "truncate": (100,), "select": (torch.tensor([1]),)}
 
 
-class TestSplit(EverySegment):
-    placement = Placement(cpu_decode=True, device_tokens=192)
+@pytest.mark.parametrize("change", CHANGES)
+@each_at_once
+def test_store_when_interrupted_anywhere_then_is_whole_or_says_not(variant: Variant, change: str):
+    def trial(at_line: int | None) -> tuple[Interruption, Store]:
+        store, _ = variant.filled(300)
+        fault = Interruption(at_line=at_line, folder="storage")
+        fault.run(lambda: getattr(store, change)(*CHANGES[change]))
+        return fault, store
 
-
-class TestSplitAndStreamed(EverySegment):
-    placement = Placement(offload=True, cpu_decode=False, device_tokens=130)
-
-
-class TestQuantizedOnTheDevice(EverySegment):
-    placement = Placement(cpu_decode=False)
-    codec = minmax(4, rotate=True)
-
-
-class TestQuantizedInHostMemory(EverySegment):
-    placement = Placement(cpu_decode=True)
-    codec = minmax(8, sink_tokens=0, rotate=True)
-
-
-class TestQuantizedAndStreamed(EverySegment):
-    placement = Placement(offload=True, cpu_decode=False)
-    codec = minmax((8, 4), rotate=False)
-
-
-class TestQuantizedAndSplit(EverySegment):
-    placement = Placement(cpu_decode=True, device_tokens=192)
-    codec = minmax(8, rotate=True)
-
-
-@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
-class TestSharedWithNobody(EverySegment):
-    placement = Placement(cpu_decode=True)
-
-    def cache(self) -> HybridCache:
-        return HybridCache(CONFIG, self.placement, group=group_of_one())
+    whole, after = trial(None)
+    before, _ = variant.filled(300)
+    for at_line in range(0, whole.lines, max(1, whole.lines // 40)):
+        fault, store = trial(at_line)
+        if store.is_intact:
+            possible = [each.read() for each in (before, after) if each.num_tokens == store.num_tokens]
+            assert any(all(map(torch.equal, store.read(), each)) for each in possible), fault.place
