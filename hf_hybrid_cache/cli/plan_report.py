@@ -23,7 +23,11 @@ _LEGEND = {
     Strategy.CPU_DECODE: "the GPU reads the prompt, the CPU does all that follows",
 }
 # How often fewer bits change an answer, by the rank of the loss, see docs/quantized-cache.md and docs/weights.md.
-_LOSSES = {0: "nothing is lost", 1: "which hardly ever changes an answer", 2: "which changes the wording of some answers"}
+_LOSSES = {
+    0: "nothing is lost",
+    1: "which hardly ever changes an answer",
+    2: "which changes the wording of some answers",
+}
 _SPEEDS = (
     ("host_bandwidth", "host memory", "GB/s"),
     ("host_flops", "products on the CPU", "GFLOP/s"),

@@ -1,5 +1,6 @@
 """Tests that need an accelerator: CUDA, or with `--simulate` the simulated one."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--simulate", default=False):
         pytest.skip(simulated.why_not())
     pytest.skip("needs an accelerator: CUDA, or `pytest tests/accelerator --simulate`")
+
+
+@pytest.fixture
+def in_any_order() -> Iterator[None]:
+    """Run the work of the device in an order that differs each time."""
+    from accelerator.orders import ORDERS, in_order  # when there is a device
+
+    with in_order(ORDERS[-1]):
+        yield

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from contracts.decoding import decode
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
@@ -11,7 +12,6 @@ from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 from hf_hybrid_cache.weights.streamed_experts import streamed_experts
 
 import simulated
-from accelerator.decoding import decode
 from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
 from common.caches import stock
 from models.expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model

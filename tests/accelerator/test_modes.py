@@ -2,60 +2,41 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-import torch
+from contracts.generation import FAMILIES_AND_MODES, VARIANTS, Variant
 from transformers import PreTrainedModel
 
-from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
-from common.caches import CACHES, QUANTIZED, QUANTIZED_OWN_ATTENTION, SPLIT, stock
-from common.modes import FOR_QUANTIZED_BLOCKS, MODES, Result
-from common.slow import slow_but
+from hf_hybrid_cache import DecodeOnCPU
+
+from accelerator.orders import DEVICE, IS_SIMULATED
+from common.caches import CACHES
+from common.slow import slow
 from models.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("in_any_order")
 
 # torch does not copy memory of the simulated accelerator from Python, as these do.
 COPIED = {"assistant", "copied_prefix"} if IS_SIMULATED else set()
-EACH_MODE = pytest.mark.parametrize("mode", slow_but(["beams", "prompt_lookup"], sorted(set(MODES) - COPIED)))
-
-
-@pytest.fixture(autouse=True)
-def in_any_order() -> Iterator[None]:
-    with in_order(ORDERS[-1]):
-        yield
+# All modes with one family, and one mode with all.
+CASES = [(family, mode) for family, mode in FAMILIES_AND_MODES if family == "llama" or mode == "beams"]
+QUICK = [("llama", "prompt_lookup"), ("gemma3", "beams")]
+DECODED = {f"{name}_decoded_on_cpu": Variant(make, decode=DecodeOnCPU()) for name, make in CACHES.items()}
 
 
 @functools.cache
-def model_on_device() -> PreTrainedModel:
-    return copy.deepcopy(tiny_model("llama")).to(DEVICE)
+def model_on_device(family: str) -> PreTrainedModel:
+    return copy.deepcopy(tiny_model(family)).to(DEVICE)
 
 
-def require_same(ours: Result, theirs: Result, share_off: float = 0.0) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        if not isinstance(other, torch.Tensor):
-            assert mine == other
-        elif other.is_floating_point():
-            is_off = ~torch.isclose(mine, other, rtol=1e-2, atol=1e-2)
-            assert is_off.float().mean() <= share_off
-        else:
-            assert torch.equal(mine, other)
-
-
-@EACH_MODE
-@pytest.mark.parametrize("cache", CACHES)
-def test_tokens_and_logits_are_those_of_dynamic_cache(cache: str, mode: str):
-    model = model_on_device()
-    more = FOR_QUANTIZED_BLOCKS if cache in SPLIT else 0
-    require_same(MODES[mode](model, CACHES[cache], more), MODES[mode](model, stock, more))
-
-
-@pytest.mark.usefixtures("exact_kernels")
-@EACH_MODE
-@pytest.mark.parametrize("cache", QUANTIZED)
-def test_quantized_caches_give_what_the_codes_of_their_blocks_give(cache: str, mode: str):
-    ours, reference = QUANTIZED[cache]
-    model = model_on_device()
-    # A number midway between two codes gets one or the other by the last bit of what attention gave before.
-    is_exact = cache not in QUANTIZED_OWN_ATTENTION and DEVICE != "cuda"
-    results = (MODES[mode](model, make, FOR_QUANTIZED_BLOCKS) for make in (ours, reference))
-    require_same(*results, share_off=0 if is_exact else 0.01)
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize(
+    ("family", "mode"), [*QUICK, *(slow(*each) for each in CASES if each not in QUICK and each[1] not in COPIED)]
+)
+@pytest.mark.parametrize("cache", VARIANTS | DECODED)
+def test_tokens_and_logits_are_those_of_dynamic_cache(cache: str, family: str, mode: str):
+    variant = (VARIANTS | DECODED)[cache]
+    if DEVICE == "cuda" and variant.more:
+        variant = replace(variant, share_off=0.01)
+    variant.require(model_on_device(family), mode, least_tolerance=1e-2)

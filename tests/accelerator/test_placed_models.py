@@ -1,7 +1,7 @@
-"""Models that accelerate spreads over an accelerator and the CPU: keys and values stay with the layers."""
+"""Models on an accelerator, or spread over it and the CPU: keys and values stay with layers; what a model is stays."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import accelerate
 import pytest
@@ -10,11 +10,15 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from accelerator.orders import DEVICE, ORDERS, in_order
+from accelerator.orders import DEVICE
+from model_identity.models import differing, identity, new_llama
+from models.expert_models import EXPERT_FAMILIES, expert_model
 from models.tiny_models import random_prompt, tiny_model
+
+pytestmark = pytest.mark.usefixtures("in_any_order")
 
 CACHES: dict[str, Callable[..., Cache]] = {
     "dynamic": DynamicHybridCache,
@@ -24,12 +28,6 @@ CACHES: dict[str, Callable[..., Cache]] = {
 each_cache = pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 PLACES = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.2"), DEVICE)
 PLACES |= dict.fromkeys(("model.layers.1", "model.layers.3", "model.norm", "lm_head"), "cpu")
-
-
-@pytest.fixture(autouse=True)
-def in_any_order() -> Iterator[None]:
-    with in_order(ORDERS[-1]):
-        yield
 
 
 def generated(model: PreTrainedModel, cache: Cache, device: str = "cpu") -> torch.Tensor:
@@ -77,3 +75,22 @@ def test_a_filled_cache_follows_an_offloaded_model(make: Callable, ids_on: str):
         assert cache.to("cpu") is cache
         assert {layer.device.type for layer in cache.layers} == {"cpu"}
         assert cache.memory().device_bytes == 0
+
+
+def test_model_when_on_the_device_then_differs_in_device_alone():
+    on_cpu = identity(new_llama())
+    model = new_llama().to(DEVICE)
+    on_device = identity(model)
+    assert differing(on_device, on_cpu) == {"device"}
+    assert on_device.fields["device"] == torch.device(DEVICE).type
+    with torch.no_grad():
+        model.lm_head.weight[5, 7] += 1
+    assert differing(identity(model), on_device) == {"weights"}
+
+
+def test_model_when_experts_are_on_the_host_then_computes_on_the_device():
+    model = copy.deepcopy(expert_model(next(iter(EXPERT_FAMILIES))))
+    move_experts_to_host(model)
+    on_cpu = identity(model)
+    assert differing(identity(model.to(DEVICE)), on_cpu) == {"device"}
+    assert identity(model).fields["device"] == torch.device(DEVICE).type

@@ -1,7 +1,7 @@
 """A prefix store for models on an accelerator: a hit has the bits of a cold read, wherever layers live."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, PrefixStore, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from accelerator.orders import DEVICE, ORDERS, in_order
+from accelerator.orders import DEVICE
 from models.tiny_models import random_prompt, tiny_model
 from prefix_store.prompts import are_equal, held, prompts, read
 
@@ -25,13 +25,10 @@ CACHES: dict[str, Callable[..., HybridCache]] = {
 }
 
 # The models have short contexts.
-pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
-
-
-@pytest.fixture(autouse=True)
-def in_any_order() -> Iterator[None]:
-    with in_order(ORDERS[-1]):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("in_any_order"),
+    pytest.mark.filterwarnings("ignore:The prompt has .* context is 512"),
+]
 
 
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)

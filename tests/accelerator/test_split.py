@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from contracts.decoding import decode
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import OffloadedHybridCache, QuantizedHybridCache
@@ -14,7 +15,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import Workspace
 from hf_hybrid_cache.storage import Issued, Store, cpu_fraction
 
-from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
 from models.tiny_models import random_prompt, tiny_model
 

@@ -13,12 +13,15 @@ from hf_hybrid_cache import (
     KVCodec,
     OffloadedHybridCache,
     Placement,
+    QuantizedHybridCache,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.channel_scaled import channel_scaled
 from common.quantized_reference import quantized_reference
+
+MakeCache = Callable[[PreTrainedConfig], Cache]
 
 
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -66,19 +69,19 @@ def group_of_one() -> "distributed.ProcessGroup | None":
 
 
 # Attention is torch's own: results are those of `DynamicCache` to the last bit.
-SAME_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+SAME_ATTENTION: dict[str, Callable[..., HybridCache]] = {
     "dynamic": dynamic,
     "offloaded": offloaded,
     "offloaded_partly": offloaded_partly,
 }
 # Attention is the kernel's: results differ by rounding.
-OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+OWN_ATTENTION: dict[str, Callable[..., HybridCache]] = {
     "default": DynamicHybridCache,
     "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }
 # Both ends of the context on the device, the middle in host memory, attended to by the kernel, streamed, or half of it.
-SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+SPLIT: dict[str, Callable[..., HybridCache]] = {
     "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
     "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
     "split_in_three": lambda config: OffloadedHybridCache(
@@ -88,12 +91,8 @@ SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
 CACHES = SAME_ATTENTION | OWN_ATTENTION | SPLIT
 
 
-def quantized_last_layers(config: PreTrainedConfig) -> HybridCache:
-    """The first layer of full attention stays in full precision, the last has more bits than those between."""
-    return HybridCache(config, codec=codecs_of_last_layers(config))
-
-
 def codecs_of_last_layers(config: PreTrainedConfig) -> dict[int, KVCodec]:
+    """The first layer of full attention stays in full precision, the last has more bits than those between."""
     layers = full_attention_layers(config)
     bits = {index: (8 if index == layers[-1] else (4, 2)) for index in layers[1:]}
     return {index: minmax(each, sink_tokens=0, rotate=True) for index, each in bits.items()}
@@ -126,70 +125,51 @@ def kv_sizes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
 _KV_SIZES: dict[str, dict[int, tuple[int, int, int]]] = {}
 
 
-# Each beside the same codes in a plain cache. Attention is torch's own: results are the same to the last bit.
-QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
-    "quantized_on_device": (
-        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0, rotate=True)),
-        lambda config: quantized_reference(config, minmax(4, sink_tokens=0, rotate=True)),
-    ),
-    "quantized_balanced_on_device": (
-        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=channel_scaled_codecs(config, 4)),
-        lambda config: quantized_reference(config, channel_scaled_codecs(config, 4)),
-    ),
-    "quantized_streamed": (
+def quantized(
+    codec: KVCodec | Callable[[PreTrainedConfig], dict[int, KVCodec]],
+    placement: Placement | None = None,
+    is_shared: bool = False,
+) -> tuple[MakeCache, MakeCache]:
+    """Return a quantized cache beside the same codes in a plain one; `codec` may depend on the model."""
+
+    def codecs(config: PreTrainedConfig) -> KVCodec | dict[int, KVCodec]:
+        return codec if isinstance(codec, KVCodec) else codec(config)
+
+    return (
         lambda config: HybridCache(
-            config, Placement(offload=True, cpu_decode=False), codec=minmax((8, 4), rotate=False)
+            config, placement, codec=codecs(config), group=group_of_one() if is_shared else None
         ),
-        lambda config: quantized_reference(config, minmax((8, 4), rotate=False)),
-    ),
+        lambda config: quantized_reference(config, codecs(config), placement.device_tokens if placement else 0),
+    )
+
+
+ON_DEVICE, STREAMED = Placement(cpu_decode=False), Placement(offload=True, cpu_decode=False)
+# Attention is torch's own: results are the same to the last bit.
+QUANTIZED_SAME_ATTENTION = {
+    "quantized_on_device": quantized(minmax(4, sink_tokens=0, rotate=True), ON_DEVICE),
+    "quantized_balanced_on_device": quantized(lambda config: channel_scaled_codecs(config, 4), ON_DEVICE),
+    "quantized_streamed": quantized(minmax((8, 4), rotate=False), STREAMED),
 }
 # Attention is the kernel's, over the codes.
-QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
-    "quantized_4": (
-        lambda config: HybridCache(config, codec=minmax(4, rotate=True)),
-        lambda config: quantized_reference(config, minmax(4, rotate=True)),
+QUANTIZED_OWN_ATTENTION = {
+    "quantized_4": quantized(minmax(4, rotate=True)),
+    "quantized_8": quantized(minmax(8, rotate=True)),
+    "quantized_2": quantized(minmax(2, group_size=16, sink_tokens=0, rotate=True), Placement(cpu_decode=True)),
+    "quantized_balanced": quantized(lambda config: channel_scaled_codecs(config, 8)),
+    "quantized_shared_with_nobody": quantized(minmax(8, sink_tokens=0, rotate=True), is_shared=True),
+    "quantized_split": quantized(minmax(8, rotate=True), Placement(cpu_decode=True, device_tokens=128)),
+    "quantized_split_streamed": quantized(
+        minmax(4, sink_tokens=0, rotate=True), Placement(offload=True, cpu_decode=False, device_tokens=128)
     ),
-    "quantized_8": (
-        lambda config: HybridCache(config, codec=minmax(8, rotate=True)),
-        lambda config: quantized_reference(config, minmax(8, rotate=True)),
+    "quantized_split_in_three": quantized(
+        minmax(8, sink_tokens=0, rotate=True), Placement(offload=True, cpu_decode=0.5, device_tokens=128)
     ),
-    "quantized_2": (
-        lambda config: HybridCache(
-            config, Placement(cpu_decode=True), codec=minmax(2, group_size=16, sink_tokens=0, rotate=True)
-        ),
-        lambda config: quantized_reference(config, minmax(2, group_size=16, sink_tokens=0, rotate=True)),
-    ),
-    "quantized_balanced": (
-        lambda config: HybridCache(config, codec=channel_scaled_codecs(config, 8)),
-        lambda config: quantized_reference(config, channel_scaled_codecs(config, 8)),
-    ),
-    "quantized_shared_with_nobody": (
-        lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0, rotate=True), group=group_of_one()),
-        lambda config: quantized_reference(config, minmax(8, sink_tokens=0, rotate=True)),
-    ),
-    "quantized_split": (
-        lambda config: HybridCache(config, Placement(cpu_decode=True, device_tokens=128), codec=minmax(8, rotate=True)),
-        lambda config: quantized_reference(config, minmax(8, rotate=True), device_tokens=128),
-    ),
-    "quantized_split_streamed": (
-        lambda config: HybridCache(
-            config,
-            Placement(offload=True, cpu_decode=False, device_tokens=128),
-            codec=minmax(4, sink_tokens=0, rotate=True),
-        ),
-        lambda config: quantized_reference(config, minmax(4, sink_tokens=0, rotate=True), device_tokens=128),
-    ),
-    "quantized_split_in_three": (
-        lambda config: HybridCache(
-            config,
-            Placement(offload=True, cpu_decode=0.5, device_tokens=128),
-            codec=minmax(8, sink_tokens=0, rotate=True),
-        ),
-        lambda config: quantized_reference(config, minmax(8, sink_tokens=0, rotate=True), device_tokens=128),
-    ),
-    "quantized_last_layers": (
-        quantized_last_layers,
-        lambda config: quantized_reference(config, codecs_of_last_layers(config)),
-    ),
+    "quantized_last_layers": quantized(codecs_of_last_layers),
 }
 QUANTIZED = QUANTIZED_SAME_ATTENTION | QUANTIZED_OWN_ATTENTION
+# Their codecs are chosen when the first block is coded.
+CHOOSING: dict[str, Callable[..., HybridCache]] = {
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+    "8 bits streamed": lambda config: QuantizedHybridCache(config, bits=8, offload=True, cpu_decode=False),
+    "8 bits split": lambda config: QuantizedHybridCache(config, bits=8, offload=True, device_tokens=128),
+}

@@ -1,4 +1,13 @@
-"""Streams that run every copy as late as the stated order allows, so that an order left unsaid shows as wrong data."""
+"""
+Streams that run every copy as late as the stated order allows, so that an order left unsaid shows as wrong data.
+
+A cache beside a GPU copies on streams of their own, ordered by events. On the CPU nothing is ordered wrongly, because
+all runs at once. Here a copy is a `Job`, which runs when something waits for it, after the jobs before it, and not
+earlier: who reads without having waited reads what was there before.
+
+    cache = OffloadedHybridCache(config)
+    copy_late(cache)  # before its first token; then use it, and compare it with a plain cache
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -11,18 +11,18 @@ import torch
 import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from common.caches import MakeCache
 from models.tiny_models import VOCAB_SIZE, random_prompt
 
 # Prompts of 182 tokens then grow to 193, where a block is quantized and a split layer moves one to host memory.
 NEW_TOKENS = 12
-MakeCache = Callable[[PreTrainedConfig], Cache]
 Result = list[Any]
 
 
@@ -34,32 +34,33 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options:
     return [output.sequences, torch.stack(output.logits)]
 
 
-def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
-    return generate(model, random_prompt(2, 40 + more), make_cache(model.config))
+def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), **options)
 
 
-def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
-    return generate(model, random_prompt(1, 1 + more), make_cache(model.config))
+def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    return generate(model, random_prompt(1, 1 + more), make_cache(model.config), **options)
 
 
-def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     set_seed(1)
-    return generate(
-        model, random_prompt(2, 30 + more), make_cache(model.config), do_sample=True, top_k=20, num_return_sequences=2
-    )
+    options |= {"do_sample": True, "top_k": 20, "num_return_sequences": 2}
+    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), **options)
 
 
-def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
-    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), num_beams=3, num_return_sequences=2)
+def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    options |= {"num_beams": 3, "num_return_sequences": 2}
+    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), **options)
 
 
-def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
-    return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4)
+    return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4, **options)
 
 
-def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
-    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), assistant_model=similar_model(model))
+def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    options |= {"assistant_model": similar_model(model)}
+    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), **options)
 
 
 @functools.cache
@@ -73,26 +74,26 @@ def similar_model(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     ids = random_prompt(3, 30 + more)
     mask = torch.ones_like(ids)
     mask[0, :13], mask[1, :1] = 0, 0
-    return generate(model, ids, make_cache(model.config), attention_mask=mask.to(model.device))
+    return generate(model, ids, make_cache(model.config), attention_mask=mask.to(model.device), **options)
 
 
-def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     """Ask a second question after the first answer, without computing the first again."""
     cache = make_cache(model.config)
-    first = generate(model, random_prompt(2, 20 + more), cache)
+    first = generate(model, random_prompt(2, 20 + more), cache, **options)
     longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(first[0].device)], dim=1)
-    return first + generate(model, longer, cache)
+    return first + generate(model, longer, cache, **options)
 
 
-def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
-    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7)
+def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7, **options)
 
 
-def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     """Copy one prefilled prefix for two questions."""
     prefix = random_prompt(1, 25 + more)
     cache = make_cache(model.config)
@@ -101,11 +102,11 @@ def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) 
     results = []
     for seed in (1, 2):
         ids = torch.cat([prefix, random_prompt(1, 6, seed)], dim=1)
-        results += generate(model, ids, copy.deepcopy(cache))
+        results += generate(model, ids, copy.deepcopy(cache), **options)
     return results
 
 
-def continuations(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def continuations(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     """Beams for three questions, one of them shorter, about one text that is computed once."""
     text = random_prompt(1, 150 + more)
     cache = make_cache(model.config)
@@ -118,7 +119,7 @@ def continuations(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) 
     ids = torch.cat([text.expand(3, -1), random_prompt(3, 6, seed=1)], dim=1)
     mask = torch.ones_like(ids)
     mask[0, -6:-3] = 0
-    return generate(model, ids, cache, attention_mask=mask.to(model.device), num_beams=2)
+    return generate(model, ids, cache, attention_mask=mask.to(model.device), num_beams=2, **options)
 
 
 class ListStreamer(BaseStreamer):
@@ -132,13 +133,13 @@ class ListStreamer(BaseStreamer):
         self.tokens.append(-1)
 
 
-def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     listener = ListStreamer()
-    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener)
+    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener, **options)
     return [*result, listener.tokens]
 
 
-def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     words = {f"w{index}": index for index in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -147,11 +148,12 @@ def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) 
     )
     prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
     cache = make_cache(model.config)
-    return [pipe(prompt, **cache_argument(cache), max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
+    options |= {"max_new_tokens": NEW_TOKENS, "max_length": None, "do_sample": False}
+    return [pipe(prompt, **cache_argument(cache), **options)]
 
 
-# Each takes how many tokens more than usual the prompt has.
-MODES: dict[str, Callable[[PreTrainedModel, MakeCache, int], Result]] = {
+# Each takes how many tokens more than usual the prompt has, and further options of `generate`.
+MODES: dict[str, Callable[..., Result]] = {
     "greedy": greedy,
     "one_token_prompt": one_token_prompt,
     "sampling": sampling,

@@ -1,5 +1,6 @@
-"""The contracts of stores and codecs: a new store is a row of a table, and a test of a new codec inherits a class."""
+"""Contracts of stores, codecs, generation and decoding: a new variant is a row of a table, or inherits a class."""
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}.codecs", f"{__name__}.stores")
+_CONTRACTS = ("codecs", "decoding", "generation", "stores")
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _CONTRACTS))

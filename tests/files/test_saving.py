@@ -42,7 +42,7 @@ from common.modes import generate
 from common.soak import search_at_random
 from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from operations.test_stateful import CacheMachine, QuantizedCacheMachine
+from operations.test_stateful import CacheMachine
 
 LLAMA = tiny_model("llama")
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
@@ -403,18 +403,18 @@ class Reloaded:
 @declines
 @pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize(
-    ("kind", "variant", "mmap"),
+    ("variant", "mmap"),
     [
-        (CacheMachine, "dynamic", False),
-        (CacheMachine, "offloaded_partly", False),
-        (CacheMachine, "default", True),
-        (QuantizedCacheMachine, "quantized_streamed", False),
-        (QuantizedCacheMachine, "quantized_8", True),
-        (QuantizedCacheMachine, "quantized_2", False),
+        ("dynamic", False),
+        ("offloaded_partly", False),
+        ("default", True),
+        ("quantized_streamed", False),
+        ("quantized_8", True),
+        ("quantized_2", False),
     ],
 )
-def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, variant: str, mmap: bool, tmp_path: Path):
-    machine = type("Machine", (Reloaded, kind), {"variant": variant, "folder": tmp_path, "mmap": mmap})
+def test_any_sequence_of_operations_with_files_between_leaves_the_same(variant: str, mmap: bool, tmp_path: Path):
+    machine = type("Machine", (Reloaded, CacheMachine), {"variant": variant, "folder": tmp_path, "mmap": mmap})
     run_state_machine_as_test(machine, settings=search_at_random(6, 100, stateful_step_count=15))
 
 

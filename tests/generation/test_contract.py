@@ -1,123 +1,42 @@
 """Every cache, in every generation mode, gives what transformers' `DynamicCache` gives: the same tokens and logits."""
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
+from contracts.generation import FAMILIES_AND_MODES, OF_8_BITS, VARIANTS, expected
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache.attention import StoredAttention
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
-from common.caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, SPLIT, stock
-from common.modes import (
-    FOR_QUANTIZED_BLOCKS,
-    MODES,
-    NOT_IN_TRANSFORMERS,
-    Result,
-    greedy,
-    prompt_lookup,
-    skipped_where_stock_fails,
-)
-from models.tiny_models import FAMILIES, tiny_model
-
-
-@functools.cache
-def expected(family: str, mode: str, dtype: torch.dtype, more: int = 0) -> Result:
-    with skipped_where_stock_fails():
-        return MODES[mode](tiny_model(family, dtype), stock, more)
-
+from common.caches import CACHES, CHOOSING, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, MakeCache, stock
+from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, greedy, prompt_lookup
+from models.tiny_models import random_prompt, tiny_model
 
 EVERY_MODE = pytest.mark.parametrize(
     ("family", "mode"),
-    [
-        pytest.param(family, mode, marks=pytest.mark.xdist_group(f"{family}"))
-        for family in FAMILIES
-        for mode in MODES
-        if (family, mode) not in NOT_IN_TRANSFORMERS
-    ],
+    [pytest.param(family, mode, marks=pytest.mark.xdist_group(family)) for family, mode in FAMILIES_AND_MODES],
 )
+# Keys and values of DeepSeek-V3 are not attended to as they are stored, so every step asks for them.
+pytestmark = pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@EVERY_MODE
+@pytest.mark.parametrize("cache", VARIANTS)
+def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str):
+    VARIANTS[cache].require(tiny_model(family), mode)
+
+
+@pytest.mark.covering(1)
 @EVERY_MODE
 @pytest.mark.parametrize("cache", SAME_ATTENTION)
-def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str, dtype: torch.dtype):
-    reference = expected(family, mode, dtype)
-    actual = MODES[mode](tiny_model(family, dtype), CACHES[cache], 0)
-    if mode == "continuations":  # attention to what is shared is merged with attention to the rest
-        tolerance = 1e-3 if dtype == torch.float32 else 0.2
-        torch.testing.assert_close(actual[1][0], reference[1][0], rtol=tolerance, atol=tolerance)
-        assert dtype == torch.bfloat16 or torch.equal(actual[0], reference[0])
-        return
-    for ours, theirs in zip(actual, reference, strict=True):
-        if isinstance(theirs, torch.Tensor):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=False)
-        else:
-            assert ours == theirs
-
-
-# Keys and values of DeepSeek-V3 are not attended to as they are stored, so every step asks for them.
-@pytest.mark.covering(2)
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@EVERY_MODE
-@pytest.mark.parametrize(
-    ("cache", "more"),
-    # In short contexts nothing would leave the device.
-    [*((cache, 0) for cache in OWN_ATTENTION), *((cache, FOR_QUANTIZED_BLOCKS) for cache in SPLIT)],
-)
-def test_tokens_equal_those_of_dynamic_cache_when_attention_is_not_its_own(
-    cache: str, more: int, family: str, mode: str
-):
-    reference = expected(family, mode, torch.float32, more)
-    actual = MODES[mode](tiny_model(family), CACHES[cache], more)
-    for ours, theirs in zip(actual, reference, strict=True):
-        if isinstance(theirs, torch.Tensor) and theirs.is_floating_point():
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-        elif isinstance(theirs, torch.Tensor):
-            assert torch.equal(ours, theirs)
-        else:
-            assert ours == theirs
-
-
-# With fewer bits, kernels with integer products round queries and weights to 8 bits.
-OF_8_BITS = (
-    "quantized_8",
-    "quantized_balanced",
-    "quantized_shared_with_nobody",
-    "quantized_split",
-    "quantized_split_in_three",
-)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@EVERY_MODE
-@pytest.mark.parametrize("cache", QUANTIZED)
-def test_quantized_caches_give_what_the_codes_of_their_blocks_give(
-    cache: str, family: str, mode: str, request: pytest.FixtureRequest
-):
-    if cache not in OF_8_BITS:
-        request.getfixturevalue("exact_kernels")
-    ours, reference = QUANTIZED[cache]
-    model = tiny_model(family)
-    is_exact = cache not in QUANTIZED_OWN_ATTENTION
-    with skipped_where_stock_fails():
-        expected_result = MODES[mode](model, reference, FOR_QUANTIZED_BLOCKS)
-    for mine, theirs in zip(MODES[mode](model, ours, FOR_QUANTIZED_BLOCKS), expected_result, strict=True):
-        if not isinstance(theirs, torch.Tensor):
-            assert mine == theirs
-        elif theirs.is_floating_point() and not is_exact:
-            # A number midway between two codes gets one or the other by the last bit of what attention gave before.
-            is_off = ~torch.isclose(mine, theirs, rtol=1e-2, atol=1e-2)
-            assert is_off.float().mean() < 0.01
-            torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
-        else:
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=False)
+def test_tokens_and_logits_in_bfloat16_equal_those_of_dynamic_cache(cache: str, family: str, mode: str):
+    VARIANTS[cache].require(tiny_model(family, torch.bfloat16), mode)
 
 
 class ComparedAttention(StoredAttention):
@@ -140,11 +59,10 @@ class ComparedAttention(StoredAttention):
 # Attention's rounding changes the states that codes are made of, so tokens and logits tell little here.
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
 @pytest.mark.parametrize("cache", sorted(set(QUANTIZED_OWN_ATTENTION).difference(OF_8_BITS)))
 def test_integer_kernels_give_what_exact_ones_give_for_the_same_few_bits(cache: str, family: str, mode: str):
-    expected(family, mode, torch.float32)  # skips what transformers itself cannot do
+    expected(tiny_model(family), mode)  # skips what transformers itself cannot do
     differences: list[float] = []
 
     def make(config: PreTrainedConfig) -> Cache:
@@ -159,7 +77,6 @@ def test_integer_kernels_give_what_exact_ones_give_for_the_same_few_bits(cache: 
     assert differences or family != "llama"
 
 
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_any_attention_implementation_gets_the_stored_states(cache: str, implementation: str):
@@ -174,3 +91,43 @@ def test_any_attention_implementation_gets_the_stored_states(cache: str, impleme
 def test_modes_left_out_are_refused_by_transformers_itself(family: str):
     with pytest.raises(ValueError, match="not supported with stateful models"):
         prompt_lookup(tiny_model(family), stock)
+
+
+# --- models in float64 and under autocast: answers as stock's, or a refusal with a reason
+
+OF_ANY_TYPE = CACHES | CHOOSING
+# A share, or attention on the CPU that was asked for, needs one type that there is a kernel for.
+ASK_FOR_A_KERNEL = {"cpu_decode_partly", "shared_with_nobody", "split", "split_in_three"}
+
+
+def last_logits(make: MakeCache, dtype: torch.dtype) -> torch.Tensor:
+    """Return the last logits of a prompt, some tokens and a step, beyond what stays on the device."""
+    model = tiny_model("llama", dtype)
+    cache = make(model.config)
+    with torch.no_grad():
+        for tokens in (200, 5, 1):
+            logits = model(random_prompt(2, tokens, seed=tokens), **cache_argument(cache), logits_to_keep=1).logits
+    return logits
+
+
+def require_as_stock(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    expected = last_logits(stock, dtype)
+    try:
+        logits = last_logits(OF_ANY_TYPE[name], dtype)
+    except ValueError as error:
+        assert name in ASK_FOR_A_KERNEL
+        assert "or pass cpu_decode=False" in str(error) or "group=" in str(error)  # noqa: PT017
+        return
+    assert logits.dtype == expected.dtype
+    assert (logits - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("name", OF_ANY_TYPE)
+def test_model_in_float64_then_answers_as_stock(name: str):
+    require_as_stock(name, torch.float64, 0.3 if name in CHOOSING else 1e-4)
+
+
+@pytest.mark.parametrize("name", OF_ANY_TYPE)
+def test_model_under_autocast_then_answers_as_stock(name: str):
+    with torch.autocast("cpu", torch.bfloat16):
+        require_as_stock(name, torch.float32, 0.3)

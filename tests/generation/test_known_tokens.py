@@ -81,6 +81,7 @@ WAYS: dict[str, Callable[[Path], HybridCache]] = {
     "generate": lambda _: read(),
     "chunks": lambda _: read(prefill_chunk_size=16),
     "prompt lookup": lambda _: read(prompt_lookup_num_tokens=3),
+    "DecodeOnCPU": lambda _: read(custom_generate=DecodeOnCPU()),
     "go back": cropped,
     "select": selected,
 }
@@ -90,8 +91,9 @@ WAYS: dict[str, Callable[[Path], HybridCache]] = {
 def test_another_longer_text_when_the_tokens_are_known_then_is_refused(way: str, tmp_path: Path):
     cache = WAYS[way](tmp_path)
     held = cache.get_seq_length()
-    with pytest.raises(ValueError, match=REFUSAL):
-        answer(OTHER, cache)
+    for custom in ({}, {"custom_generate": DecodeOnCPU()}):
+        with pytest.raises(ValueError, match=REFUSAL):
+            answer(OTHER, cache, **custom)
     assert cache.get_seq_length() == held
     cache.go_back(min(40, held))
     longer = question(DOCUMENT)

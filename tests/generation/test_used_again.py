@@ -89,16 +89,6 @@ def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
     assert torch.equal(model.generate(prompt, **cache_argument(cache), **options), expected)
 
 
-def test_used_cache_when_given_new_tokens_only_then_continues():
-    model, cache, prompt = tiny_model("llama"), DynamicHybridCache(CONFIG), random_prompt(1, 120)
-    with torch.no_grad():
-        model(prompt[:, :100], **cache_argument(cache))
-    options = {"max_new_tokens": 6, "do_sample": False}
-    new = model.generate(prompt[:, 100:], attention_mask=torch.ones_like(prompt), **cache_argument(cache), **options)
-    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
-    assert torch.equal(new[:, 20:], expected[:, 120:])
-
-
 @pytest.mark.parametrize("tokens", [60, 120])
 def test_used_cache_when_assisted_then_refuses(tokens: int):
     """Transformers would put the whole prompt into it again, also where it is longer."""
@@ -108,37 +98,6 @@ def test_used_cache_when_assisted_then_refuses(tokens: int):
             random_prompt(1, tokens), **cache_argument(cache), prompt_lookup_num_tokens=3, max_new_tokens=4
         )
     assert cache.get_seq_length() == HELD
-
-
-def test_other_words_with_decode_on_cpu_then_are_refused():
-    """The token ids of the calls before are known there."""
-    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False, "custom_generate": DecodeOnCPU()}
-    cache, prompt = DynamicHybridCache(CONFIG), random_prompt(1, 60)
-    first = model.generate(prompt, **cache_argument(cache), **options)
-    other = random_prompt(1, 90, seed=5)
-    other[:, :50] = prompt[:, :50]
-    position = int((other[0, 50:60] != prompt[0, 50:60]).nonzero()[0]) + 50
-    with pytest.raises(ValueError, match=f"token {position} of sequence 0 is .*whole conversation"):
-        model.generate(other, **cache_argument(cache), **options)
-    assert cache.get_seq_length() == 65
-    longer = torch.cat([first, random_prompt(1, 10, seed=6)], dim=1)
-    again = model.generate(longer, **cache_argument(cache), **options)
-    assert torch.equal(again, model.generate(longer, **cache_argument(DynamicHybridCache(CONFIG)), **options))
-    cache.crop(50 - cache.get_seq_length())
-    model.generate(other, **cache_argument(cache), **options)
-
-
-def test_other_words_than_those_of_a_file_then_are_refused(tmp_path):
-    model, prompt = tiny_model("llama"), random_prompt(1, 60)
-    cache = DynamicHybridCache(CONFIG)
-    with torch.no_grad():
-        model(prompt, **cache_argument(cache))
-    cache.save(tmp_path / "document.kv", prompt)
-    loaded = HybridCache.load(tmp_path / "document.kv", CONFIG)
-    with pytest.raises(ValueError, match="does not go on with the 60 tokens"):
-        model.generate(
-            random_prompt(1, 90, seed=5), **cache_argument(loaded), max_new_tokens=2, custom_generate=DecodeOnCPU()
-        )
 
 
 def test_cache_that_the_model_does_not_use_then_is_worth_a_sentence(phi3):

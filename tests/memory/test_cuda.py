@@ -22,7 +22,7 @@ from hf_hybrid_cache.planning.candidates import BITS, Candidate, Strategy
 from hf_hybrid_cache.storage.memory import page_lock
 from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams
 
-from accelerator.decoding import Watcher, decode
+from contracts.decoding import Watcher, decode
 from common.caches import stock
 from models.tiny_models import llama, random_prompt
 

@@ -1,7 +1,7 @@
-"""Random caches of random models: every place, form and size of keys and values that there is."""
+"""Caches of models: every place, form and size of keys and values that there is, drawn at random or by name."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from unittest import mock
 
@@ -12,14 +12,24 @@ from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax, quanto
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.storage import InitialCapacity
+from hf_hybrid_cache.storage import CpuFraction, InitialCapacity
 from hf_hybrid_cache.storage.memory import buffer_memory
 
+from common.caches import CACHES, QUANTIZED, MakeCache, group_of_one, stock
 from common.channel_scaled import channel_scaled
 from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
+
+
+class RestlessFraction(CpuFraction):
+    """Another share at each use."""
+
+    def blocks(self, num_blocks: int) -> int:
+        self.fraction = (self.fraction + 0.3) % 1
+        return super().blocks(num_blocks)
 
 
 @dataclass(frozen=True)
@@ -34,38 +44,69 @@ class Setup:
         codecs: by layer.
         copies_late: streamed, with copies that run as late as they may.
         integer_kernels: as for `set_integer_kernels`.
+        is_shard: whether it is the shard of a group, which has no other.
+        makers: of the cache and its reference, in place of all options above.
     """
 
-    dtype: torch.dtype
-    num_layers: int
-    num_kv_heads: int
-    group: int
-    key_dim: int
-    value_dim: int
-    placement: Placement
-    host_tokens: int
-    reserves: bool
-    codecs: dict[int, KVCodec]
-    copies_late: bool
-    integer_kernels: bool | None
+    dtype: torch.dtype = torch.float32
+    num_layers: int = NUM_LAYERS
+    num_kv_heads: int = NUM_KV_HEADS
+    group: int = 2
+    key_dim: int = HEAD_DIM
+    value_dim: int = HEAD_DIM
+    placement: Placement = field(default_factory=Placement)
+    host_tokens: int = 131_072
+    reserves: bool = True
+    codecs: dict[int, KVCodec] = field(default_factory=dict)
+    copies_late: bool = False
+    integer_kernels: bool | None = None
+    is_shard: bool = False
+    makers: tuple[MakeCache, MakeCache] | None = None
 
     @property
     def config(self) -> PreTrainedConfig:
         return LlamaConfig(num_hidden_layers=self.num_layers, hidden_size=16, num_attention_heads=4, vocab_size=8)
 
     def cache(self) -> HybridCache:
-        cache = HybridCache(self.config, self.placement, codec=self.codecs)
+        if self.makers is not None:
+            return self.makers[0](self.config)
+        group = group_of_one() if self.is_shard else None
+        cache = HybridCache(self.config, self.placement, codec=self.codecs, group=group)
         cache._stores.capacity = InitialCapacity(host_tokens=self.host_tokens)
+        if self.placement.cpu_fraction is not None:
+            cache._stores.cpu_fraction = RestlessFraction(0.5, False, cache.stats)
         if self.copies_late:
             copy_late(cache)
         return cache
 
     def reference(self) -> DynamicCache:
-        return quantized_reference(self.config, self.codecs)
+        if self.makers is not None:
+            return self.makers[1](self.config)
+        return quantized_reference(self.config, self.codecs, self.placement.device_tokens)
 
     def system(self) -> AbstractContextManager:
         """Return the context in which the cache is used."""
         return nullcontext() if self.reserves else mock.patch.object(buffer_memory, "reserve", return_value=None)
+
+
+CONFIG = Setup().config
+VARIANTS = {name: Setup(makers=(make, stock)) for name, make in CACHES.items()}
+VARIANTS |= {name: Setup(makers=pair, integer_kernels=False) for name, pair in QUANTIZED.items()}
+
+
+def with_lazy_streams(
+    prefetch_layers: int,
+    resident_layers: int,
+    host_tokens: int = 131_072,
+    cpu_decode: bool | float | tuple[int, ...] = False,
+    codec: KVCodec | None = None,
+    device_tokens: int = 0,
+) -> HybridCache:
+    placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode, device_tokens=device_tokens)
+    cache = HybridCache(CONFIG, placement, codec=codec)
+    cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
+    copy_late(cache)
+    return cache
 
 
 def _swapped(codec: KVCodec) -> KVCodec:
@@ -85,6 +126,7 @@ _MINMAX = st.builds(
 _QUANTO = st.builds(quanto, bits=st.sampled_from([4, 2]), sink_tokens=_SINK_TOKENS)
 _CODECS = st.one_of(_MINMAX, _MINMAX, _MINMAX, _MINMAX.map(_swapped), *([_QUANTO] if find_spec("optimum") else []))
 _DIMS = st.integers(4, 40) | st.sampled_from([16, 32, 48, 64])
+_DEVICE_TOKENS = st.sampled_from([128, 130, 150, 192, 321])
 
 
 def _has_kernel(codec: KVCodec) -> bool:
@@ -92,19 +134,33 @@ def _has_kernel(codec: KVCodec) -> bool:
 
 
 @st.composite
-def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late: bool) -> Setup:
+def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late: bool = False) -> Setup:
     num_layers = draw(st.integers(1, 4))
     layers = st.integers(0, num_layers - 1)
     codecs = draw(st.dictionaries(layers, _CODECS, min_size=1)) if is_quantized else {}
     without_kernel = {layer for layer, codec in codecs.items() if not _has_kernel(codec)}
-    on_cpu = st.frozensets(layers).map(lambda drawn: drawn - without_kernel)
-    cpu_decode = draw(st.one_of(st.sampled_from([None, False, *([] if without_kernel else [True])]), on_cpu))
     num_kv_heads, key_dim = draw(st.integers(1, 3)), draw(_DIMS)
     value_dim = draw(st.just(key_dim) | _DIMS)
+    kinds = ["whole", "whole", *([] if without_kernel else ["split", "split", *([] if copies_late else ["shard"])])]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "shard":
+        placement = Placement()
+    elif kind == "split":
+        placement = draw(_splits(num_layers, bool(codecs), copies_late))
+        # The reference does not know sinks beyond the first block, of which some would be in host memory.
+        codecs = {layer: replace(codec, sink_tokens=min(64, codec.sink_tokens)) for layer, codec in codecs.items()}
+    else:
+        on_cpu = st.frozensets(layers).map(lambda drawn: drawn - without_kernel)
+        placement = Placement(
+            offload=copies_late or draw(st.booleans()),
+            prefetch_layers=draw(st.integers(0, 4)),
+            resident_layers=draw(st.integers(0, num_layers)),
+            pin_memory=draw(st.sampled_from([None, False])),
+            cpu_decode=draw(st.one_of(st.sampled_from([None, False, *([] if without_kernel else [True])]), on_cpu)),
+        )
     for layer, codec in codecs.items():
         if isinstance(codec.keys, MinMaxCodec) and draw(st.booleans()):
-            dims = (key_dim, value_dim)
-            codecs[layer] = channel_scaled(codec, num_kv_heads, *dims, seed=layer)
+            codecs[layer] = channel_scaled(codec, num_kv_heads, key_dim, value_dim, seed=layer)
     return Setup(
         dtype=dtype,
         num_layers=num_layers,
@@ -112,15 +168,26 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late:
         group=draw(st.integers(1, 4)),
         key_dim=key_dim,
         value_dim=value_dim,
-        placement=Placement(
-            offload=copies_late or draw(st.booleans()),
-            prefetch_layers=draw(st.integers(0, 4)),
-            resident_layers=draw(st.integers(0, num_layers)),
-            cpu_decode=cpu_decode,
-        ),
+        placement=placement,
         host_tokens=draw(st.sampled_from([131_072, 1, 70, 500])),
         reserves=draw(st.booleans()),
         codecs=codecs,
         copies_late=copies_late,
         integer_kernels=draw(st.sampled_from([None, False])) if is_quantized else None,
+        is_shard=kind == "shard",
+    )
+
+
+@st.composite
+def _splits(draw: st.DrawFn, num_layers: int, is_quantized: bool, copies_late: bool) -> Placement:
+    """Both ends of the context on the device, of quantized layers in all of them, as the reference has it."""
+    cpu_decode = draw(st.sampled_from([True, False, 0.5]))
+    if not is_quantized:
+        cpu_decode = draw(st.just(cpu_decode) | st.frozensets(st.integers(0, num_layers - 1)))
+    return Placement(
+        offload=copies_late or cpu_decode is False or draw(st.booleans()),
+        prefetch_layers=draw(st.integers(0, 4)),
+        resident_layers=0 if is_quantized else draw(st.integers(0, num_layers)),
+        cpu_decode=cpu_decode,
+        device_tokens=draw(_DEVICE_TOKENS),
     )

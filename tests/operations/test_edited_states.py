@@ -16,16 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from common.caches import CACHES, QUANTIZED, group_of_one
+from common.caches import CACHES, CHOOSING, QUANTIZED, group_of_one
 from models.tiny_models import llama, random_prompt, tiny_model
 
 CONFIG = llama()
 TOKENS = 300
-ALL = CACHES | {
-    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
-    "8 bits streamed": lambda config: QuantizedHybridCache(config, bits=8, offload=True, cpu_decode=False),
-    "8 bits split": lambda config: QuantizedHybridCache(config, bits=8, offload=True, device_tokens=128),
-}
+ALL = CACHES | CHOOSING
 EDITABLE = {name: make for name, make in ALL.items() if name != "shared_with_nobody"}
 Edit = Callable[[Cache], None]
 

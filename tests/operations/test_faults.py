@@ -8,11 +8,12 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -23,32 +24,21 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from common.caches import CACHES, QUANTIZED
 from common.interruptions import Interruption
 from common.quantized_reference import quantized_reference
-from common.soak import budget, count
+from common.soak import budget, count, search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from operations.test_stateful import (
-    CONFIG,
-    HEAD_DIM,
-    NUM_KV_HEADS,
-    NUM_LAYERS,
-    QUANTIZED_VARIANTS,
-    VARIANTS,
-    with_lazy_streams,
-)
+from operations.setups import CONFIG, Setup, setups, with_lazy_streams
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
 BATCH, TOKENS = 2, 200
-MAKERS: dict[str, tuple[Callable[[], HybridCache], Callable[[], Cache]]] = {
-    **{name: (make, partial(DynamicCache, config=CONFIG)) for name, make in VARIANTS.items()},
-    **QUANTIZED_VARIANTS,
-}
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def random_states(num_tokens: int, seed: int) -> States:
+def random_states(num_tokens: int, seed: int, setup: Setup = Setup()) -> States:  # noqa: B008
     generator = torch.Generator().manual_seed(seed)
-    shape = (BATCH, NUM_KV_HEADS, num_tokens, HEAD_DIM)
+    shape = (BATCH, setup.num_kv_heads, num_tokens)
     return [
-        (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(NUM_LAYERS)
+        tuple(torch.randn(*shape, dim, generator=generator) for dim in (setup.key_dim, setup.value_dim))
+        for _ in range(setup.num_layers)
     ]
 
 
@@ -57,18 +47,18 @@ def forward(cache: Cache, states: States) -> None:
     cache.get_seq_length()
     for layer, (keys, values) in enumerate(states):
         held = cache.update(keys, values, layer)
-        query = torch.ones(BATCH, 2 * NUM_KV_HEADS, keys.shape[2], HEAD_DIM)
+        query = torch.ones(BATCH, 2 * keys.shape[1], *keys.shape[2:])
         torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
 
 
-OPERATIONS: dict[str, Callable[[Cache], object]] = {
-    "one token": lambda cache: forward(cache, random_states(1, seed=2)),
-    "two blocks": lambda cache: forward(cache, random_states(130, seed=2)),
-    "more than was reserved": lambda cache: forward(cache, random_states(600, seed=2)),
-    "crop": lambda cache: cache.crop(-150),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
-    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+OPERATIONS: dict[str, Callable[[Cache, Setup], object]] = {
+    "one token": lambda cache, setup: forward(cache, random_states(1, 2, setup)),
+    "two blocks": lambda cache, setup: forward(cache, random_states(130, 2, setup)),
+    "more than was reserved": lambda cache, setup: forward(cache, random_states(600, 2, setup)),
+    "crop": lambda cache, _: cache.crop(-150),
+    "reorder": lambda cache, _: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache, _: cache.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda cache, _: cache.batch_repeat_interleave(2),
 }
 
 
@@ -96,18 +86,18 @@ class Trial:
     An operation on a cache of `TOKENS`, ended at one line or another.
 
     Args:
-        variant: which cache.
+        setup: of the cache.
         operation: a key of `OPERATIONS`.
     """
 
-    def __init__(self, variant: str, operation: str):
-        self._make, make_reference = MAKERS[variant]
+    def __init__(self, setup: Setup, operation: str):
+        self._make = setup.cache
         # Tokens that leave the device let blocks be quantized before the operation is taken back, only some of which
         # stay.
-        self._block = 64 if "split" in variant else None
-        self._operation = OPERATIONS[operation]
-        self._first, self._second = random_states(TOKENS - 1, seed=0), random_states(1, seed=1)
-        reference = make_reference()
+        self._block = 64 if setup.placement.device_tokens else None
+        self._operation = lambda cache: OPERATIONS[operation](cache, setup)
+        self._first, self._second = random_states(TOKENS - 1, 0, setup), random_states(1, 1, setup)
+        reference = setup.reference()
         self._fill(reference)
         self._before = contents(reference)
         self._operation(reference)
@@ -173,14 +163,21 @@ class Trial:
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.filterwarnings("ignore:The device ran out of memory")
+@pytest.mark.parametrize("copies_late", [False, True], ids=["copies_at_once", "copies_late"])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("variant", MAKERS)
-def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(variant: str, operation: str):
-    trial = Trial(variant, operation)
-    chosen = random.Random(f"{variant} {operation}")
-    lines = range(trial.lines)
-    for at_line in chosen.sample(lines, min(len(lines), budget(4, 60))):
-        trial.run(chosen.choice(ERRORS), at_line)
+def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(
+    operation: str, is_quantized: bool, copies_late: bool
+):
+    @search_at_random(12, 300)
+    @given(setup=setups(torch.float32, is_quantized, copies_late), chosen=st.randoms(use_true_random=False))
+    def end_anywhere(setup: Setup, chosen: random.Random) -> None:
+        with setup.system():
+            trial = Trial(setup, operation)
+            for at_line in chosen.sample(range(trial.lines), min(trial.lines, 3)):
+                trial.run(chosen.choice(ERRORS), at_line)
+
+    end_anywhere()
 
 
 @contextmanager
@@ -293,21 +290,21 @@ def test_linear_attention_when_pass_is_whole_then_is_not_unfinished(linear_model
 
 def test_a_report_of_memory_is_given_for_an_incomplete_cache_too():
     cache = DynamicHybridCache(CONFIG)
-    cache.update(*random_states(5, seed=0)[0], 0)
+    cache.update(*random_states(5, 0)[0], 0)
     assert cache.memory().num_tokens == 5
 
 
 def test_wrong_indices_do_not_make_a_cache_incomplete():
     cache = DynamicHybridCache(CONFIG)
-    forward(cache, random_states(5, seed=0))
+    forward(cache, random_states(5, 0))
     with pytest.raises(IndexError):
         cache.batch_select_indices(torch.tensor([7]))
-    forward(cache, random_states(1, seed=1))
+    forward(cache, random_states(1, 1))
 
 
 def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
     cache = DynamicHybridCache(CONFIG)
-    cache.update(*random_states(5, seed=0)[0], 0)
+    cache.update(*random_states(5, 0)[0], 0)
     with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
         cache.save(tmp_path / "part.kv")
     assert not list(tmp_path.iterdir())
@@ -322,8 +319,8 @@ CHOOSING: dict[str, Callable[[], HybridCache]] = {
 
 def prompts(cache: Cache) -> None:
     """Compute a prompt too short for the choice of codecs, and one with which it is made, from pending states."""
-    forward(cache, random_states(20, seed=3))
-    forward(cache, random_states(TOKENS, seed=0))
+    forward(cache, random_states(20, 3))
+    forward(cache, random_states(TOKENS, 0))
 
 
 @pytest.mark.soak

@@ -1,4 +1,15 @@
-"""A simulated accelerator, which is built once and loaded as a device of torch. See `accelerator.cpp`."""
+"""
+A simulated accelerator, the device "sim": what orders copies beside the computation is tried on it, without a GPU.
+
+`accelerator.cpp`, which is built once, in a minute, keeps memory of the device in host memory. Copies are jobs on
+streams, and a schedule says which of them run when: as late as events allow, or at random. Memory is filled with NaN
+when it is taken and when it is given back. A copy that an event should have ordered, and did not, shows as wrong
+numbers.
+
+    load(folder)
+    with schedule("copies late"):  # at the end all jobs are done, and nothing has used memory that was given back
+        on_device = torch.ones(3).pin_memory().to("sim", non_blocking=True)
+"""
 
 import hashlib
 import importlib.util

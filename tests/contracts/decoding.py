@@ -1,0 +1,367 @@
+"""
+The contract of `custom_generate=DecodeOnCPU()`: the same tokens, and model and cache at home again, whatever happens.
+
+A test class inherits `DecodesOnCpu` and says where models live, and in which type they decode on the CPU. Another type
+makes the CPU a place to move to from itself: weights, keys and values are exchanged as between devices.
+
+    class TestOnCuda(DecodesOnCpu):
+        device, dtype, way_out = "cuda", None, "leave out custom_generate"
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, quantize_weights
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
+
+from common.caches import dynamic, stock
+from common.modes import similar_model
+from models.tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
+
+
+def decode(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    """Call `generate` for a prompt moved to the model, greedily by default."""
+    ids = ids.to(model.device)
+    cache = dynamic(model.config) if cache is None else cache
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(ids, **cache_argument(cache), **options)
+
+
+def copied_to_cpu(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model; one on a device weight by weight, since not every device copies as Python does."""
+    if model.device.type == "cpu":
+        return copy.deepcopy(model)
+    twin = type(model)(copy.deepcopy(model.config)).eval()
+    twin.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    return twin
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
+    """Run a copy of the model on the CPU, with transformers' `DynamicCache`."""
+    return decode(copied_to_cpu(model), ids, stock(model.config), **options)
+
+
+def plain_in_bits(model: PreTrainedModel, ids: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> Any:
+    """The prompt, and so the first token, with the weights as they are, the rest with few bits; stock's cache."""
+    model, cache = copied_to_cpu(model), stock(model.config)
+    ids = decode(model, ids, cache, max_new_tokens=1)
+    if dtype is not None:
+        model = model.to(dtype)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    quantize_weights(model, bits)
+    return decode(model, ids, cache, max_new_tokens=19)
+
+
+class Home:
+    """A model's weights as they are, and where they are: `require` says that they are so again."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.parameters, self.device, self.dtype = (
+            model,
+            list(model.parameters()),
+            model.device,
+            model.dtype,
+        )
+        self.tensors = self._named()
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+    def require(self, cache: DynamicHybridCache | None = None) -> None:
+        """Require the same parameters with the same bits, and the cache where the model is."""
+        model, after = self.model, self._named()
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {self.device}
+        assert all(now is then for now, then in zip(model.parameters(), self.parameters, strict=True))
+        assert list(after) == list(self.tensors)
+        for name, tensor in self.tensors.items():
+            assert after[name].dtype == tensor.dtype
+            assert torch.equal(after[name], tensor), name
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert cache is None or whereabouts(cache) <= {(self.device, self.dtype)}
+
+
+def whereabouts(cache: DynamicHybridCache) -> set[tuple[torch.device, torch.dtype]]:
+    """Return where layers with tokens are, and in which type, those of transformers' own too."""
+    ours = [layer.store.shape for layer in cache.layers if getattr(layer, "store", None)]
+    keys = [getattr(layer, "keys", None) for layer in cache.layers if not hasattr(layer, "store")]
+    others = {(each.device, each.dtype) for each in keys if each is not None}
+    return others | {(shape.device, shape.key_dtype) for shape in ours}
+
+
+class Watcher(BaseStreamer):
+    """
+    Notes what `observe` says after the prompt, which `generate` puts first, and after every token.
+
+    Args:
+        observe: what is noted.
+        finish: called at the end.
+    """
+
+    def __init__(self, observe: Callable[[], Any], finish: Callable[[], object] = lambda: None):
+        self.observe, self.finish = observe, finish
+        self.notes: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.notes.append(self.observe())
+
+    def end(self) -> None:
+        self.finish()
+
+
+class Favour(LogitsProcessor):
+    """Prefers a token, with a tensor on the device of the inputs; raises at its call number `fails_at`."""
+
+    def __init__(self, device: torch.device, fails_at: int = -1):
+        self.bias = torch.zeros(VOCAB_SIZE, device=device).index_fill(0, torch.tensor(9, device=device), 4.0)
+        self.left = fails_at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.device == scores.device
+        self.left -= 1
+        if self.left == 0:
+            raise ZeroDivisionError("from a processor")
+        return scores + self.bias
+
+
+class StopAt(StoppingCriteria):
+    """Ends sequences at a token, with a tensor on the device of the inputs."""
+
+    def __init__(self, device: torch.device):
+        self.token = torch.tensor(9, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def interrupting(after: int) -> Watcher:
+    """Make a streamer that raises `KeyboardInterrupt` after so many tokens."""
+
+    def observe() -> None:
+        if len(streamer.notes) == after:
+            raise KeyboardInterrupt
+
+    streamer = Watcher(observe)
+    return streamer
+
+
+def with_parameter_of_a_class(model: PreTrainedModel) -> None:
+    """Plain data under a parameter of a library's own, which has the scales."""
+
+    class Codes(torch.nn.Parameter):
+        pass
+
+    model.lm_head.weight = torch.Tensor._make_subclass(Codes, model.lm_head.weight.detach())
+
+
+def with_tensor_of_a_class(model: PreTrainedModel) -> None:
+    class Sharded(torch.Tensor):
+        pass
+
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Sharded), requires_grad=False)
+
+
+def with_codes(model: PreTrainedModel) -> None:
+    model.lm_head.register_buffer("codes", torch.zeros(3, dtype=torch.int32))
+
+
+def with_weights_that_are_no_parameters(model: PreTrainedModel) -> None:
+    def add(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}scale"] = torch.ones(3)
+
+    model.lm_head.register_state_dict_post_hook(add)
+
+
+class DecodesOnCpu:
+    """
+    The contract.
+
+    Attributes:
+        device: where models live.
+        dtype: in which they decode; `None` for their own.
+        way_out: what a model is told that cannot be moved.
+    """
+
+    device: str
+    dtype: torch.dtype | None
+    way_out: str
+
+    def make_model(self, family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        return copy.deepcopy(tiny_model(family, dtype)).to(self.device)
+
+    def decoder(self, **options: Any) -> DecodeOnCPU:
+        return DecodeOnCPU(**{"dtype": self.dtype} | options)
+
+    def require_as_plain(self, ids: torch.Tensor, **options: Any) -> None:
+        """Require the tokens of a model on the CPU, from a model that is as before afterwards."""
+        model = self.make_model()
+        home, cache = Home(model), dynamic(model.config)
+        tokens = decode(model, ids, cache, custom_generate=self.decoder(), **options)
+        assert tokens.device == model.device
+        assert torch.equal(tokens.cpu(), plain(model, ids))
+        home.require(cache)
+
+    def test_assistant_when_decoding_on_cpu_then_drafts_from_its_own_device(self):
+        assistant = similar_model(tiny_model("llama"))
+        drafts = Watcher(lambda: assistant.device.type)
+        with assistant.register_forward_hook(lambda *_: drafts.put(torch.empty(0))):
+            self.require_as_plain(random_prompt(1, 30), assistant_model=assistant)
+        assert len(drafts.notes) > 1
+        assert set(drafts.notes) == {"cpu"}
+
+    @pytest.mark.parametrize("options", [{"assistant_early_exit": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+    def test_drafts_when_without_an_assistant_then_tokens_are_the_same(self, options: dict[str, Any]):
+        self.require_as_plain(random_prompt(1, 20), **options)
+
+    def test_new_tokens_alone_continue_a_conversation(self):
+        model, ids = self.make_model(), random_prompt(2, 30)
+        cache, mask = dynamic(model.config), torch.ones_like(ids).to(model.device)
+        with torch.no_grad():
+            model(ids[:, :18].to(model.device), **cache_argument(cache))
+        tokens = decode(model, ids[:, 18:], cache, attention_mask=mask, custom_generate=self.decoder())
+        assert torch.equal(tokens[:, 12:].cpu(), plain(model, ids)[:, 30:])
+
+    def test_prompt_when_given_as_embeddings_then_tokens_are_the_same(self):
+        model, ids = self.make_model(), random_prompt(2, 20)
+        embeds = model.get_input_embeddings()(ids.to(model.device)).detach()
+        options = {"custom_generate": self.decoder(), "max_new_tokens": 12, "do_sample": False}
+        tokens = model.generate(inputs_embeds=embeds, **cache_argument(dynamic(model.config)), **options)
+        assert torch.equal(tokens.cpu(), plain(model, ids)[:, 20:32])
+
+    def test_generate_outputs_when_asked_for_then_are_returned(self):
+        model, ids = self.make_model(), random_prompt(2, 20)
+        options = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+        cache = dynamic(model.config)
+        ours = decode(model, ids, cache, custom_generate=self.decoder(), **options)
+        theirs = plain(model, ids, **options)
+        assert ours.keys() == theirs.keys()
+        assert ours[CACHE_ARGUMENT] is cache
+        assert ours.scores[3].device == model.device
+        for step, layers in enumerate(theirs.hidden_states):
+            assert [states.shape for states in ours.hidden_states[step]] == [states.shape for states in layers]
+            assert {states.device for states in ours.hidden_states[step]} == {model.device}
+
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+    def test_processors_and_criteria_work_where_the_inputs_are(self, options: dict[str, Any]):
+        model, ids = self.make_model(), random_prompt(1, 20)
+        options |= {"pad_token_id": 0, "eos_token_id": [7, 11], "repetition_penalty": 1.2, "min_new_tokens": 3}
+
+        def theirs(device: torch.device) -> dict[str, Any]:
+            return {"logits_processor": [Favour(device)], "stopping_criteria": [StopAt(device)]}
+
+        tokens = decode(model, ids, custom_generate=self.decoder(), **options, **theirs(model.device))
+        assert torch.equal(tokens.cpu(), plain(model, ids, **options, **theirs(torch.device("cpu"))))
+
+    @pytest.mark.covering(2)
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("keep_weights", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "decode_dtype"),
+        [
+            (torch.float32, torch.bfloat16),
+            (torch.float32, torch.float64),
+            (torch.bfloat16, torch.float32),
+        ],
+        ids=["lossy", "wider", "wider_than_bfloat16"],
+    )
+    def test_weights_come_back_bit_by_bit(
+        self, family: str, dtype: torch.dtype, decode_dtype: torch.dtype, keep_weights: bool
+    ):
+        model = self.make_model(family, dtype)
+        home, decoder = Home(model), self.decoder(dtype=decode_dtype, keep_weights=keep_weights)
+        watcher = Watcher(lambda: (model.device.type, model.dtype, model.get_output_embeddings().weight.dtype))
+        for _ in range(2):
+            cache, first = dynamic(model.config), len(watcher.notes) + 1
+            decode(model, random_prompt(1, 5), cache, max_new_tokens=3, custom_generate=decoder, streamer=watcher)
+            assert set(watcher.notes[first:]) == {("cpu", decode_dtype, decode_dtype)}
+            home.require(cache)
+
+    def test_kept_weights_are_not_copied_again(self):
+        model, decoder = self.make_model(), self.decoder(keep_weights=True)
+        watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
+        ids = random_prompt(1, 20)
+        outputs = [decode(model, ids, custom_generate=decoder, streamer=watcher) for _ in range(2)]
+        home, decoding = watcher.notes[0], watcher.notes[1]
+        assert not set(home) & set(decoding)
+        assert watcher.notes[22] == decoding
+        assert torch.equal(*outputs)
+
+    def test_inference_mode_leaves_ordinary_weights(self):
+        model, ids = self.make_model(), random_prompt(1, 20)
+        with torch.inference_mode():
+            tokens = decode(model, ids, custom_generate=self.decoder())
+        assert torch.equal(tokens.cpu(), plain(model, ids))
+        assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
+    @pytest.mark.parametrize("end", ["processor", "interrupt"])
+    def test_an_exception_while_decoding_leaves_model_and_cache_whole(self, end: str):
+        model, ids, decoder = self.make_model(), random_prompt(1, 20), self.decoder()
+        home, cache, reference = Home(model), dynamic(model.config), plain(model, ids)
+        ends: dict[str, Any] = {
+            "processor": {"logits_processor": [Favour(model.device, fails_at=4)]},
+            "interrupt": {"streamer": interrupting(after=3)},
+        }
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            decode(model, ids, cache, custom_generate=decoder, **ends[end])
+        home.require(cache)
+        # The prompt is there, and what was computed after it.
+        assert cache.get_seq_length() > 20
+        cache.crop(19 - cache.get_seq_length())
+        assert torch.equal(decode(model, ids, cache, custom_generate=decoder).cpu(), reference)
+
+    def test_an_exception_in_the_prompt_leaves_model_and_cache_at_home(self):
+        model, ids, decoder = self.make_model(), random_prompt(1, 20), self.decoder()
+        home, cache, reference = Home(model), dynamic(model.config), plain(model, ids)
+
+        def stop_at_the_third_chunk(*_: Any) -> None:
+            if cache.get_seq_length() >= 10:
+                raise KeyboardInterrupt
+
+        with model.model.register_forward_pre_hook(stop_at_the_third_chunk), pytest.raises(KeyboardInterrupt):
+            decode(model, ids, cache, custom_generate=decoder, prefill_chunk_size=5)
+        home.require(cache)
+        assert cache.get_seq_length() == 10
+        assert torch.equal(decode(model, ids, cache, custom_generate=decoder).cpu(), reference)
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_weight_bits_when_decoding_then_prompt_uses_original_weights(self, bits: int):
+        model, ids = self.make_model(), random_prompt(2, 40)
+        home, cache = Home(model), dynamic(model.config)
+        watcher = Watcher(lambda: {type(weight) for weight in model.parameters() if weight.dim() == 2})
+        decoder = DecodeOnCPU(weights=bits)
+        tokens = decode(model, ids, cache, custom_generate=decoder)
+        assert torch.equal(tokens.cpu(), plain_in_bits(model, ids, bits))
+        home.require(cache)
+        decode(model, ids[:1], custom_generate=decoder, streamer=watcher)
+        assert watcher.notes[1] == {QuantizedWeight}
+        home.require()
+
+    @pytest.mark.parametrize(
+        ("change", "weights", "remedy"),
+        [
+            (with_parameter_of_a_class, "Weights of type Codes", "with plain tensors"),
+            (with_tensor_of_a_class, "Weights of type Sharded", "with plain tensors"),
+            (with_codes, r"Weights of type torch\.int32", "unquantized"),
+            (
+                with_weights_that_are_no_parameters,
+                r"Weights that torch\.nn\.modules\.linear\.Linear keeps beside parameters and buffers",
+                "unquantized",
+            ),
+        ],
+    )
+    def test_weights_that_are_not_plain_numbers_are_refused(self, change: Callable, weights: str, remedy: str):
+        model = self.make_model()
+        change(model)
+        with pytest.raises(
+            ValueError, match=rf"{weights} cannot be moved or converted\. Load the model {remedy}, or {self.way_out}"
+        ):
+            decode(model, random_prompt(1, 5), custom_generate=self.decoder())
