@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from contracts.decoding import Watcher, decode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
@@ -22,7 +23,6 @@ from hf_hybrid_cache.planning.candidates import BITS, Candidate, Strategy
 from hf_hybrid_cache.storage.memory import page_lock
 from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams
 
-from contracts.decoding import Watcher, decode
 from common.caches import stock
 from models.tiny_models import llama, random_prompt
 
