@@ -36,7 +36,7 @@ test-newest: $(VENV)/.test
 	grep -v $(CHOSEN:%=-e '^%==') constraints.txt > $(VENV)/newest/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/newest/constraints.txt --target $(VENV)/newest "$(TRANSFORMERS)"
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" \
-		tests/compatibility/test_versions.py tests/compatibility/test_cache_argument.py tests/compatibility/test_works_with.py \
+		tests/compatibility/test_versions.py tests/compatibility/test_works_with.py \
 		tests/generation/test_contract.py tests/generation/test_decode.py tests/generation/test_custom_generate.py \
 		tests/cache/test_cache.py tests/cache/test_messages.py tests/models/test_every_architecture.py \
 		tests/operations/test_faults.py tests/files
@@ -49,6 +49,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(OPTIONS) | diff --unified $(OPTIONS_PAGE) - || (echo "make options writes $(OPTIONS_PAGE)" && false)
 
 # The page of the command's options, which `make lint` compares with the command.

@@ -1,11 +1,19 @@
+"""
+Settings of all test processes, options of the make targets, and which tests a run skips.
+
+    make test        `-m "not slow"`: every property once; searches at random are brief
+    .ci/run          that, and an eighth of the slow tests: `--slow-share=K/8` (see common/slow.py)
+    make test-all    `--thorough`: all tests, and longer searches
+    make soak        `--soak --soak-record=FOLDER`: searches for hours, and a record of what held (see common/soak.py)
+"""
+
 import gc
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 from hf_hybrid_cache.user_folder import cache_home
 
@@ -36,8 +44,7 @@ pytest.register_assert_rewrite("weights.quantized_models")
 # Before anything imports Triton.
 interpreted.load()
 
-_COUNTS = pytest.StashKey[Counter[str]]()
-_STARTED = pytest.StashKey[float]()
+_STARTED = time.monotonic()
 
 # The same examples every time, or other ones each time; what fails then says how to repeat it.
 hypothesis.settings.register_profile("brief", deadline=None, derandomize=True)
@@ -79,7 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("soak" if is_soaking else "brief")
     # By default collections take a twentieth of the run, and more while modules are imported.
     gc.set_threshold(100_000)
-    config.stash[_COUNTS], config.stash[_STARTED] = Counter(), time.monotonic()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,16 +111,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device, and there is none")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """A test process of xdist has ended."""
-    node.config.stash[_COUNTS].update(getattr(node, "workeroutput", {}).get("soak", {}))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        item.user_properties += soak.take_counts().items()  # come to the process that writes the record
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish() -> None:
     gc.unfreeze()
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["soak"] = soak.counts()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
@@ -125,12 +131,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     # Takes seconds, which every test process would spend.
     from experiments.common import records
 
+    passed, failed, errors = map(terminalreporter.getreports, ("passed", "failed", "error"))
+    counts: Counter[str] = Counter()
+    for report in [*passed, *failed]:
+        counts.update(dict(report.user_properties))
     record = {
-        "seconds": round(time.monotonic() - config.stash[_STARTED], 1),
+        "seconds": round(time.monotonic() - _STARTED, 1),
         "exit_status": int(exitstatus),
-        "tests_passed": len(terminalreporter.getreports("passed")),
-        "tests_failed": [report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind)],
-        "counts": dict(sorted((config.stash[_COUNTS] + Counter(soak.counts())).items())),
+        "tests_passed": len(passed),
+        "tests_failed": [report.nodeid for report in [*failed, *errors]],
+        "counts": dict(sorted(counts.items())),
     }
     terminalreporter.write_line(f"record: {records.save('soak', record, folder)}")
 

@@ -26,11 +26,11 @@ class Terminal:
         environment: added to that of this process.
     """
 
-    def __init__(self, *arguments: str, **environment: str):
+    def __init__(self, *arguments: object, **environment: str):
         self._handle, theirs = os.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 200, 0, 0))
         self._running = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, *map(str, arguments)],
             # Nobody answers where the cursor is.
             env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
             stdin=theirs,
@@ -54,6 +54,11 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self._handle, keys.encode())
+
+    def enter(self, text: str) -> None:
+        """Type a line once the program asks for it."""
+        self.wait_for(PROMPT)
+        self.type(text + ENTER)
 
     def wait_for(self, text: str) -> str:
         """Wait until the text is shown; return what was shown since the last call."""

@@ -5,24 +5,22 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
-from typer.testing import CliRunner
 
 from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.answers import Answers
-from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.questions import RESULT_FIELDS
 from hf_hybrid_cache.prefix_store import PrefixStore
 
+from .commands import run, started
 from .terminals import Terminal
 from models.tiny_models import VOCAB_SIZE
 from models.word_tokenizer import word_model_in
@@ -51,15 +49,12 @@ class Batch:
     def ask(self, *questions: dict[str, Any]) -> None:
         self.questions.write_text("".join(json.dumps(question) + "\n" for question in questions))
 
-    def command(self, *options: str | Path | int) -> list[str]:
+    def command(self, *options: object) -> list[object]:
         given = ["--model", self.model, "--device", "cpu", "--max-new-tokens", NEW_TOKENS, *options]
-        return ["batch", str(self.questions), "--out", str(self.out), *map(str, given)]
+        return ["batch", self.questions, "--out", self.out, *given]
 
-    def run(self, *options: str | Path | int, exit_code: int = 0) -> Any:
-        result = CliRunner().invoke(app, self.command(*options))
-        assert result.exit_code == exit_code, result.stderr
-        assert "Traceback" not in result.stderr
-        return result
+    def run(self, *options: object, exit_code: int = 0) -> Result:
+        return run(*self.command(*options), code=exit_code)
 
     def answers(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.read_text().splitlines()]
@@ -117,24 +112,29 @@ def test_answers_are_those_of_a_conversation(two: Batch, options: list[str], for
         assert answer["seconds"] > 0 < answer["document_seconds"]
 
 
-def test_an_answer_has_the_fields_of_its_question_as_they_are_now(batch: Batch):
-    (batch.folder / "many").mkdir()
-    (batch.folder / "many" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    names = [batch.document(name, 9) for name in ("short.txt", "many/a.txt", "many/b.txt")]
+def test_an_answer_has_its_documents_and_the_fields_of_its_question_now(batch: Batch):
+    (batch.folder / "texts").mkdir()
+    (batch.folder / "texts/picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    first, second = batch.document("texts/a.txt", 20), batch.document("texts/b.md", 30)
     odd = {"topic": ["a", {"b": None}], "text": "\x9b\u2028\u00e4"}
-    asked = [{"document": each, "question": "w1", **odd} for each in ("none", "short.txt", ["many", "short.txt"])]
-    batch.ask(*asked)
-    batch.run(exit_code=1)
-    answers = batch.answers()
+    asked = [{"document": each, "question": "w3", **odd} for each in ([second, "missing"], "texts", [second, first])]
+    batch.ask(*asked[1:], asked[0])
+    batch.run("--store", batch.folder / "prompts", "--context", 50, exit_code=1)
+    failed, of_folder, of_list = answers = batch.answers()  # what is missing is told first
     assert [answer | question for answer, question in zip(answers, asked, strict=True)] == answers
     assert {name for answer in answers for name in answer} - asked[0].keys() == set(RESULT_FIELDS)
-    parts = answers[2]["documents"]
-    assert [part["document"] for part in parts] == [*names[1:], names[0]]
-    assert sum(part["read_tokens"] for part in parts) == answers[2]["read_tokens"]
-    batch.ask({"document": "short.txt", "question": "w1", "topic": "new"})
-    assert "1 of 1 questions were answered before" in batch.run().stderr
-    del answers[1]["text"]
-    assert batch.answers()[0] == {**answers[1], "topic": "new"}
+    assert "missing: No such file" in failed["error"]
+    assert of_folder["left_out"] == ["texts/picture.png is not UTF-8 text (byte 0 is 0x89)."]
+    assert of_folder["documents"] == [
+        {"document": first, "tokens": 22, "read_tokens": 22},
+        {"document": second, "tokens": 32, "read_tokens": 28},
+    ]
+    assert [each["read_tokens"] for each in of_list["documents"]] == [32, 18]
+    assert "left_out" not in of_list
+    batch.ask({"document": "texts", "question": "w3", "topic": "new"}, asked[2])
+    assert "2 of 2 questions were answered before" in batch.run("--context", 50).stderr
+    del of_folder["text"]
+    assert batch.answers() == [of_folder | {"topic": "new"}, of_list]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,8 @@ def test_what_was_answered_from_something_else_is_asked_again(two: Batch, tmp_pa
     two.document("long.txt", 300)
     model = AutoModelForCausalLM.from_pretrained(two.model)
     model.model.embed_tokens.weight.data.mul_(-1)
-    model.save_pretrained(two.model)
+    model.save_pretrained(tmp_path / "further")
+    shutil.copy(tmp_path / "further" / "model.safetensors", two.model)  # and nothing else has changed
     assert "3 of 3 questions are asked again" in two.run().stderr
     assert two.texts()["many", "w3"] != after["many", "w3"]["answer"]
 
@@ -359,10 +360,7 @@ def test_a_batch_that_was_ended_goes_on(batch: Batch, end: str):
     def given() -> int:
         return batch.out.read_bytes().count(b"\n") if batch.out.exists() else 0
 
-    command = [sys.executable, "-m", "hf_hybrid_cache.cli", *batch.command()]
-    # Where tests run in the background of a shell, interrupts would be ignored by inheritance.
-    allow = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=allow)
+    process = started(*batch.command())
     while given() < 30:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -414,7 +412,10 @@ def test_a_terminal_shows_a_bar_with_the_time_that_is_left(batch: Batch):
         (b'{"document": "a", "question": "b", "topic": [1e999]}', "not JSON in UTF-8 that can be read (Out of range"),
         (b'{"document": "a", "question": "b", "id": 3, "id": 4}', "not JSON in UTF-8 that can be read (the key 'id'"),
         (b"[]", "not an object"),
-        (b'{"document": [], "question": "b"}', "'document' must be the name of a file or a folder, or a list of names"),
+        *(
+            (json.dumps({"document": document, "question": "b"}).encode(), "'document' must be the name of a file or a")
+            for document in ([], [""], ["a", 1], 7, {"a": "b"}, None)
+        ),
         (b'{"document": "a"}', "'question' must be text, got None"),
         (b'{"document": "a", "question": "b", "id": 1.5}', "'id' must be text or an integer, got 1.5"),
         (b'{"document": "a", "question": "b", "answer": 1}', "answers have a field 'answer' themselves"),
@@ -440,44 +441,3 @@ def test_all_lines_that_cannot_be_used_are_reported_at_once(batch: Batch):
     assert "  and 4 more\nA question is a line such as" in said
     batch.questions.write_text("\n")
     assert "has no questions" in batch.run(exit_code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--cache", "stock"], "--cache stock is transformers' own, and batch needs one of"),
-        (["--at-once", "0"], "--at-once must be a number from 1 on, or auto, got '0'."),
-        (["--at-once", "all"], "--at-once must be a number from 1 on, or auto, got 'all'."),
-        (["--shard", "3/2"], "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'."),
-        (["--shard", "2"], "--shard must be K/N"),
-        (["--out", os.devnull], f"--out {os.devnull} is no regular file: name one, or - for standard output."),
-        (["--out", "nowhere/answers.jsonl"], "There is no folder nowhere for --out."),
-        (["--store", __file__], "test_batch.py"),
-    ],
-)
-def test_options_that_cannot_be_used_are_refused(two: Batch, options: list[str], message: str):
-    assert message in two.run(*options, exit_code=2).stderr
-    assert not two.out.exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda batch: batch.questions.unlink(),
-        lambda batch: batch.out.write_text("no answer\n"),
-        lambda batch: [(batch.folder / name).unlink() for name in ("long.txt", "short.txt")],
-    ],
-    ids=["questions", "answers", "documents"],
-)
-def test_files_are_checked_before_torch_is_imported(two: Batch, change: Callable[[Batch], object]):
-    change(two)
-    program = f"""
-import sys
-from typer.testing import CliRunner
-from hf_hybrid_cache.cli.app import app
-result = CliRunner().invoke(app, {two.command("--store", two.folder / "prompts")})
-assert result.exit_code in (1, 2), result.stderr
-assert "questions are answered" in result.stderr or "error: " in result.stderr
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -2,24 +2,21 @@
 
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat
-from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import without_controls
 
+from .commands import SHORT, error_of, run, without_heavy
+from .terminals import CTRL_C, CTRL_D, PROMPT, Terminal
 from models.byte_tokenizer import model_in
+from models.word_tokenizer import word_tokenizer
 
 TEXT = "It was signed by Ada in London."
 
@@ -31,15 +28,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*options: str | Path, typed: str = "") -> Result:
-    return CliRunner().invoke(app, ["chat", *map(str, options)], input=typed)
-
-
-def converse(model: Path, source: list[str | Path], *lines: str) -> Result:
-    options = ["--model", model, "--device", "cpu", "--max-new-tokens", "5", *source]
-    result = run(*options, typed="".join(f"{line}\n" for line in lines))
-    assert result.exit_code == 0, result.stderr
-    return result
+def converse(model: Path, source: Sequence[object], *typed: str) -> Result:
+    options = ["--model", model, "--device", "cpu", "--max-new-tokens", 5, *source]
+    return run("chat", *options, typed="".join(f"{line}\n" for line in typed))
 
 
 def said(model: Path, question: str, documents: tuple[str, ...] = (), **options: object) -> str:
@@ -68,6 +59,8 @@ def test_answers_are_those_of_the_engine(model: Path, report: Path):
     assert converse(model, [*source, "--system", "Be brief.", *given], "Who?").stdout == expected
     assert converse(model, source, "/system Be brief.", *set_later, "Who?").stdout == expected
     assert converse(model, [], "Who?").stdout == said(model, "Who?")
+    asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
+    assert run(*asked, *source, "--system", "Be brief.", *given).stdout == expected
 
 
 def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
@@ -140,16 +133,6 @@ def test_a_system_message_that_has_no_place_is_not_set(model: Path, report: Path
 # Documents
 
 
-def test_documents_that_are_cut_are_said_before_the_answers(model: Path, report: Path, tmp_path: Path):
-    for name in ("a.txt", "b.txt", "c.txt"):
-        (tmp_path / name).write_text(TEXT)
-    talk = converse(model, ["--document", tmp_path / "a.txt", "--document", tmp_path, "--context", "80"], "Who?")
-    cut = re.search(r"\[Only the first 80 of the (\d) documents' (\d+) tokens were read \(--context 80\)", talk.stdout)
-    assert f"{cut[1]} documents: 80 of {cut[2]} tokens" in talk.stderr
-    rest = r" Cut: .* \(\d+ of \d+ tokens\)\. Left out: .*\. The answer knows nothing of the last \d+\.\]\n\n"
-    assert re.search(rest, talk.stdout)
-
-
 def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Path, tmp_path: Path):
     talk = converse(
         model_in(tmp_path, 700), ["--document", report], "/set max_new_tokens 60", "Who?" * 30, "Why?", "/forget",
@@ -160,41 +143,21 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
     assert "context is 700: no room is left for an answer. /undo takes back the last question" in talk.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--document", "-"], "Questions come from standard input: give the document as a file."),
-        (["--document", "missing.txt"], "missing.txt"),
-        (["--resume"], "--resume goes on with a conversation of a prefix store: name its folder with --store."),
-        (["2"], "'2' names a conversation to go on with: add --resume, or --document before it."),
-        (["--resume", "--store", "missing"], "There is no folder missing"),
-        (["--resume", "--store", "x", "--document", "y"], "goes on with the document of the conversation"),
-        (["--cache", "stock"], "--cache stock is transformers' own, and chat needs one of"),
-        (["--top-p", "0.5"], "--top-p is for sampling"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: list[str], message: str):
-    result = run(*options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 # Going on with what is stored
 
 
 def test_a_conversation_goes_on_with_what_it_was_begun_with(model: Path, report: Path, tmp_path: Path):
     begun = ["--document", report, "--store", tmp_path, "--store-max", "1GiB", "--dtype", "bfloat16"]
     whole = converse(model, [*begun, "--bits", "8", "--weights", "8", "--system", "Be brief."], "Who?", "Where?").stdout
-    resume = ["--device", "cpu", "--max-new-tokens", "5", "--store", tmp_path, "--resume"]
+    resume = ["chat", "--device", "cpu", "--max-new-tokens", 5, "--store", tmp_path, "--resume"]
     talk = run(*resume, typed="/undo\nWhere?\n/stats\n")
-    assert talk.exit_code == 0, talk.stderr
     assert whole.endswith(talk.stdout)
     assert "going on with report.txt: Who?: " in talk.stderr
     assert f"last question: Where?\nlast answer: {talk.stdout.strip()}" in talk.stderr
     assert "of 8 bits" in talk.stderr
     assert "weights" in talk.stderr
     run(*resume, typed="/forget\n")
-    assert "has no conversation: begin one without --resume." in run(*resume).stderr
+    assert "has no conversation: begin one without --resume." in error_of(*resume)
 
 
 def test_other_options_than_were_stored_are_refused_by_name(model: Path, tmp_path: Path):
@@ -202,12 +165,9 @@ def test_other_options_than_were_stored_are_refused_by_name(model: Path, tmp_pat
     refused = {"--bits": "4", "--model": "other", "--weights": "8", "--cache": "dynamic", "--dtype": "float32"}
     begun = {"--bits": "with --bits 8", "--model": f"with --model {model}", "--cache": "with --cache quantized"}
     for name, value in refused.items():
-        program = "import sys; from hf_hybrid_cache.cli.app import app; sys.modules['transformers'] = None; app()"
-        command = [sys.executable, "-c", program, "chat", "--store", tmp_path, "--resume", name, value]
-        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert result.returncode == 2
+        done = without_heavy("chat", "--store", tmp_path, "--resume", name, value)
         how = begun.get(name, f"without {name}")
-        assert f"error: {name} {value}: Who? was begun {how}, and goes on so: drop {name}" in result.stderr
+        assert f"error: {name} {value}: Who? was begun {how}, and goes on so: drop {name}" in done.stderr
 
 
 def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_path: Path):
@@ -219,24 +179,22 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
     for which in (str(first), listed[first - 1].id[:6]):
         assert "last question: Who?" in converse(model, [*resume, which]).stderr
     assert "last question: Who?" in converse(model, resume).stderr  # it was used last
-    assert "names none of 2" in run(*resume, "9").stderr
-    terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
-    command = ["-m", "hf_hybrid_cache.cli", "chat", *map(str, resume), "--device", "cpu", "--no-history"]
-    with terminals.Terminal(*command, OMP_NUM_THREADS="1") as terminal:
+    assert "names none of 2" in error_of("chat", *resume, 9)
+    command = ["-m", "hf_hybrid_cache.cli", "chat", *resume, "--device", "cpu", "--no-history"]
+    with Terminal(*command, OMP_NUM_THREADS="1") as terminal:
         shown = terminal.wait_for("which one?")
         assert [title in shown for title in ("report.txt: Who?", "report.txt: Where?")] == [True, True]
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(f"7{terminals.ENTER}")
+        terminal.enter("7")
         terminal.wait_for("'7' names none of 2")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(f"2{terminals.ENTER}")
+        terminal.enter("2")
         terminal.wait_for("last question: Where?")
 
 
 def test_a_document_is_no_conversation(model: Path, tmp_path: Path):
     (tmp_path / "long.txt").write_text(TEXT * 9)
     converse(model, ["--document", tmp_path / "long.txt", "--store", tmp_path / "prompts"])
-    assert "'1' is a prompt, and no conversation" in run("--store", tmp_path / "prompts", "--resume", "1").stderr
+    refused = error_of("chat", "--store", tmp_path / "prompts", "--resume", 1)
+    assert "'1' is a prompt, and no conversation" in refused
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")
@@ -255,29 +213,24 @@ def test_a_conversation_goes_on_when_the_disk_is_full(
 
 
 def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
-    terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
     # Every token is a word, which is shown at once.
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    model = model_in(tmp_path, 2**16, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0"))
+    model = model_in(tmp_path, 2**16, word_tokenizer())
     (tmp_path / "report.txt").write_text("w1 w2 " * 50)
-    options = ["--document", str(tmp_path / "report.txt"), "--device", "cpu", "--max-new-tokens", "40000"]
-    command = ["-m", "hf_hybrid_cache.cli", "chat", "--model", str(model), *options]
-    with terminals.Terminal(*command, HF_HYBRID_CACHE_HOME=str(tmp_path)) as terminal:
+    options = ["--document", tmp_path / "report.txt", "--device", "cpu", "--max-new-tokens", 40_000]
+    command = ["-m", "hf_hybrid_cache.cli", "chat", "--model", model, *options]
+    with Terminal(*command, HF_HYBRID_CACHE_HOME=str(tmp_path)) as terminal:
         terminal.wait_for("/help lists what else can be typed")
         for _ in range(2):
-            terminal.wait_for(terminals.PROMPT)
-            terminal.type(terminals.CTRL_C)
+            terminal.wait_for(PROMPT)
+            terminal.type(CTRL_C)
             terminal.wait_for("Ctrl-D or /quit ends the conversation")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type("w3" + terminals.ENTER)
+        terminal.enter("w3")
         terminal.wait_for("\n")
         terminal.wait_for("w")
-        terminal.type(terminals.CTRL_C)
+        terminal.type(CTRL_C)
         terminal.wait_for("the answer was ended")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type("/stats" + terminals.ENTER)
+        terminal.enter("/stats")
         terminal.wait_for("last answer: first token after ")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(terminals.CTRL_D)
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_D)
         assert terminal.exit_code() == 0

@@ -9,7 +9,7 @@ import pytest
 
 from hf_hybrid_cache.cli.chat_input import Typed, chat_input
 
-terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
+from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, UP, Terminal
 
 # Says what it was given, and is busy for as long as a file is not there.
 PROGRAM = """
@@ -35,8 +35,8 @@ def given(text: str, is_quoted: bool = False) -> str:
     return f"given {Typed(text, is_quoted)}"
 
 
-def program(folder: Path, history: str = "kept") -> "terminals.Terminal":
-    return terminals.Terminal("-c", PROGRAM, history, str(folder / "go"), HF_HYBRID_CACHE_HOME=str(folder))
+def program(folder: Path, history: str = "kept") -> Terminal:
+    return Terminal("-c", PROGRAM, history, str(folder / "go"), HF_HYBRID_CACHE_HOME=str(folder))
 
 
 QUOTED = Typed("/a\n\nb", is_quoted=True)
@@ -65,28 +65,26 @@ def test_piped_lines_are_questions_and_commands(
 def test_ctrl_c_clears_a_line_quotes_hold_several_and_ctrl_d_ends(tmp_path: Path):
     with program(tmp_path) as terminal:
         for _ in range(3):
-            terminal.wait_for(terminals.PROMPT)
-            terminal.type("never asked" + terminals.CTRL_C)
+            terminal.wait_for(PROMPT)
+            terminal.type("never asked" + CTRL_C)
             terminal.wait_for("interrupted")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(terminals.ENTER.join(['"""', "/a", "b", '"""', ""]))
+        terminal.wait_for(PROMPT)
+        terminal.type(ENTER.join(['"""', "/a", "b", '"""', ""]))
         terminal.wait_for(given("/a\nb", is_quoted=True))
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(terminals.CTRL_D)
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_D)
         terminal.wait_for("given None")
         assert terminal.exit_code() == 0
 
 
 def test_keys_when_typed_before_the_prompt_then_are_dropped(tmp_path: Path):
     with program(tmp_path) as terminal:
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type("be busy" + terminals.ENTER)
+        terminal.enter("be busy")
         terminal.wait_for(given("be busy"))
         terminal.type("too early\nstill too early")
         terminal.wait_for("still too early")  # the terminal has them
         (tmp_path / "go").touch()
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type("Who?" + terminals.ENTER)
+        terminal.enter("Who?")
         assert "given" not in terminal.wait_for(given("Who?"))
 
 
@@ -94,16 +92,14 @@ def test_input_history_when_chat_restarts_then_is_back_unless_not_kept(tmp_path:
     history = tmp_path / "chat_history"
     for kept in ("not", "kept"):
         with program(tmp_path, kept) as terminal:
-            terminal.wait_for(terminals.PROMPT)
-            terminal.type(f"{kept} this time" + terminals.ENTER)
+            terminal.enter(f"{kept} this time")
             terminal.wait_for(given(f"{kept} this time"))
-            terminal.wait_for(terminals.PROMPT)
+            terminal.wait_for(PROMPT)
         assert history.exists() == (kept == "kept")
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "not this time" not in history.read_text()
     with program(tmp_path) as terminal:
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(terminals.UP + terminals.ENTER)
+        terminal.enter(UP)
         terminal.wait_for(given("kept this time"))
 
 
@@ -111,6 +107,5 @@ def test_a_folder_that_cannot_be_written_to_when_chat_starts_then_is_said(tmp_pa
     (tmp_path / "chat_history").mkdir()
     with program(tmp_path) as terminal:
         terminal.wait_for("said What is typed is not kept for the next time: ")
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type("Who?" + terminals.ENTER)
+        terminal.enter("Who?")
         terminal.wait_for(given("Who?"))

@@ -1,16 +1,15 @@
 """`generate --compare`: the same answer with every cache."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import Result
 
 from hf_hybrid_cache.cli import compare
-from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.options import CACHES
+
+from .commands import SHORT, lines, run
 
 TEXT = "Ada signed the contract in the presence of two witnesses. " * 40
 
@@ -22,11 +21,8 @@ def asked(model: Path, tmp_path: Path) -> list[str]:
     return ["--model", str(model), "--document", str(tmp_path / "a.txt"), "--question", "Who signed?"]
 
 
-def compared(*options: str) -> Any:
-    short = ["--compare", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "2"]
-    result = CliRunner().invoke(app, ["generate", *short, *options])
-    assert result.exit_code == 0, result.stderr
-    return result
+def compared(*options: object) -> Result:
+    return run("generate", "--compare", *SHORT, "--max-new-tokens", 2, *options)
 
 
 def test_each_cache_has_a_row_and_the_tokens_of_stock(asked: list[str]):
@@ -40,7 +36,7 @@ def test_each_cache_has_a_row_and_the_tokens_of_stock(asked: list[str]):
 
 
 def test_json_has_a_line_for_every_row(asked: list[str]):
-    rows = [json.loads(line) for line in compared(*asked, "--json", "--quiet").stdout.splitlines()]
+    rows = lines(compared(*asked, "--json", "--quiet"))
     forms = [(row["cache"], row["bits"], row["weights"]) for row in rows]
     assert forms[:4] == [(name, 4 if name == "quantized" else None, None) for name in CACHES]
     assert forms[4:] == [("quantized", 4, 4)]
@@ -49,9 +45,7 @@ def test_json_has_a_line_for_every_row(asked: list[str]):
 
 
 def test_no_row_has_weights_of_its_own_where_all_have_few_bits(asked: list[str]):
-    rows = [
-        json.loads(line) for line in compared(*asked, "--json", "--weights", "8", "--bits", "2").stdout.splitlines()
-    ]
+    rows = lines(compared(*asked, "--json", "--weights", 8, "--bits", 2))
     assert [row["weights"] for row in rows] == [8] * 4
     assert rows[-1]["bits"] == 2
 
@@ -78,7 +72,7 @@ def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatc
 def test_a_whole_prompt_is_compared_as_it_is(model: Path, tmp_path: Path):
     (tmp_path / "prompt").write_text(TEXT)
     options = ["--model", str(model), "--prompt-file", str(tmp_path / "prompt"), "--json", "--quiet"]
-    rows = [json.loads(line) for line in compared(*options).stdout.splitlines()]
+    rows = lines(compared(*options))
     assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
     assert len({row["answer"] for row in rows[:3]}) == 1
 

@@ -1,4 +1,4 @@
-"""The start of a command, and its end by Ctrl-C: with exit code 130 and no traceback."""
+"""The start of a command, its end by Ctrl-C (exit code 130, no traceback), and what it says at a terminal or pipe."""
 
 import io
 import math
@@ -13,27 +13,23 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError
 from hf_hybrid_cache.cli import let_waiting_threads_sleep
-from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import consoles, exit_codes, write
 from hf_hybrid_cache.errors import HybridCacheError
 
-HEAVY = {"torch", "transformers", "numba"}
-needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+from .commands import run
 
 # The main thread waits for a thread that computes, as it does while a model answers.
 WAITING = """
-import queue, signal, threading
-from hf_hybrid_cache.cli import let_waiting_threads_sleep
+import os, queue, signal, threading
 from hf_hybrid_cache.cli.console import end_at_interrupt, raising_interrupts
 signal.signal(signal.SIGINT, signal.{handler})
 end_at_interrupt()
 def compute():
-    signal.raise_signal(signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
     while True: sum(range(100_000))
 print("answer", end="")
 try:
@@ -45,58 +41,35 @@ except (KeyboardInterrupt, queue.Empty) as error:
 """
 
 
-def ended(handler: str = "default_int_handler", context: str = "threading.Lock()", timeout: int = 60) -> tuple:
-    program = WAITING.format(handler=handler, context=context, timeout=timeout)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+def ended(*command: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code, and what it printed and said."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
-@needs_signals
-def test_interrupt_when_a_thread_computes_then_the_process_ends_at_once():
-    assert ended() == (130, "answer", "")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize(
+    ("handler", "context", "timeout", "end"),
+    [
+        ("default_int_handler", "threading.Lock()", 600, (130, "answer", "")),
+        ("default_int_handler", "raising_interrupts()", 600, (0, "answerKeyboardInterrupt", "")),
+        ("SIG_IGN", "threading.Lock()", 1, (0, "answerEmpty", "")),
+    ],
+    ids=["ends the process", "is an exception in a conversation", "does nothing where a shell has it ignored"],
+)
+def test_interrupt_when_a_thread_computes_then_comes_at_once(
+    handler: str, context: str, timeout: int, end: tuple[int, str, str]
+):
+    assert ended(sys.executable, "-c", WAITING.format(handler=handler, context=context, timeout=timeout)) == end
 
 
-@needs_signals
-def test_interrupt_when_a_conversation_takes_it_then_is_an_exception():
-    assert ended(context="raising_interrupts()") == (0, "answerKeyboardInterrupt", "")
-
-
-@needs_signals
-def test_interrupt_when_a_shell_has_it_ignored_then_does_nothing():
-    assert ended(handler="SIG_IGN", timeout=1) == (0, "answerEmpty", "")
-
-
-@needs_signals
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_interrupt_when_it_is_an_exception_then_exit_code_is_130():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(typer.Exit) as ending, exit_codes(consoles()[1]):
         signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
     assert ending.value.exit_code == 130
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--help",
-        "store missing",
-        "generate --bits 5",
-        "chat --top-k 0 --temperature 1",
-        "batch q.jsonl --out - --bits 5",
-    ],
-)
-def test_command_when_its_options_are_wrong_then_nothing_heavy_is_imported(arguments: str):
-    program = f"""
-import sys
-from hf_hybrid_cache.cli import main
-sys.argv[1:] = {arguments.split()!r}
-try:
-    main()
-except SystemExit:
-    print("imported", *{HEAVY!r} & set(sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1].strip() == "imported", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -115,10 +88,9 @@ def test_waiting_threads_when_others_are_busy_then_sleep_unless_chosen(
     busy: float, load: float, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, given.get(name, ""))  # so that it is as before afterwards
+        if name not in given:
+            monkeypatch.delenv(name)
     let_waiting_threads_sleep(busy, load)
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
@@ -133,20 +105,18 @@ def test_waiting_threads_when_others_are_busy_then_sleep_unless_chosen(
 )
 def test_a_stream_that_is_closed_or_full_is_a_sentence(stream: str, message: str):
     command = f"exec {sys.executable} -m hf_hybrid_cache.cli --version {stream}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (2, message)
+    assert ended("sh", "-c", command) == (2, "", message)
 
 
 def test_version_and_help_are_printed():
-    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == hf_hybrid_cache.__version__
-    assert "--compare" in CliRunner().invoke(app, ["generate", "--help"]).stdout
+    assert run("--version").stdout.strip() == hf_hybrid_cache.__version__
+    assert "--compare" in run("generate", "--help").stdout
 
 
 def test_without_the_extra_the_command_says_how_to_get_it():
     program = "import sys; sys.modules['typer'] = None; from hf_hybrid_cache.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr == 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'
+    message = 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'
+    assert ended(sys.executable, "-c", program) == (1, "", message)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,17 @@
 """A prefix store: the list of it, removing from it, and conversations that go on another day."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.prefix_store import PrefixStore
 
+from .commands import error_of, lines, run, without_heavy
 from .terminals import ENTER, Terminal
 from models.tiny_models import random_prompt, tiny_model
 
@@ -38,16 +34,12 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def store(*options: str | Path) -> Any:
-    return CliRunner().invoke(app, ["store", *map(str, options)])
-
-
 def listed(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in store(folder, "--json").stdout.splitlines()]
+    return lines(run("store", folder, "--json"))
 
 
 def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path):
-    heading, *lines = store(folder).stdout.splitlines()
+    heading, *rows = without_heavy("store", folder, code=0).stdout.splitlines()
     assert heading.split() == HEADINGS
     first, *_ = fields = listed(folder)
     assert [each["title"] for each in fields] == list(reversed(TITLES))
@@ -55,49 +47,34 @@ def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path
     assert (first["model"], first["weights"], first["cache"], first["bits"]) == ("/models/tiny", 4, "quantized", 8)
     assert sum(each["bytes"] for each in fields) == sum(each.stat().st_size for each in (folder / "nodes").iterdir())
     shown = ["1", first["id"][:8], "conversation", "tiny", "4", "bits", "8", "bits", "205"]
-    assert lines[0].split()[: len(shown)] == shown
-    assert lines[2].endswith("a.txt: Who?")
-
-
-def test_list_when_printed_then_nothing_heavy_is_imported(folder: Path):
-    program = """
-import sys
-from hf_hybrid_cache.cli import main
-try:
-    main()
-except SystemExit:
-    print(*{"torch", "transformers", "numba"} & set(sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", program, "store", folder], capture_output=True, text=True, timeout=120)
-    assert len(done.stdout.splitlines()) == 5
-    assert done.stdout.splitlines()[-1].strip() == "", done.stderr
+    assert rows[0].split()[: len(shown)] == shown
+    assert rows[2].endswith("a.txt: Who?")
 
 
 def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path: Path):
     model = tiny_model("llama")
     cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200)
     PrefixStore(tmp_path).prefill(model, prompt, cache, document_tokens=200, progress=False)
-    heading, _ = store(tmp_path).stdout.splitlines()
+    heading, _ = run("store", tmp_path).stdout.splitlines()
     assert heading.split() == [each for each in HEADINGS if each not in ("weights", "cache", "title")]
     assert listed(tmp_path)[0]["bits"] is None
 
 
 def test_prompts_when_removed_then_are_gone_and_others_stay(folder: Path):
     first, _, last = listed(folder)
-    assert store(folder, "--remove", "2", "--remove", "9").exit_code == 2
+    error_of("store", folder, "--remove", 2, "--remove", 9)
     assert len(listed(folder)) == 3
-    assert store(folder, "--remove", "2", "--remove", first["id"][:9]).exit_code == 0
+    run("store", folder, "--remove", 2, "--remove", first["id"][:9])
     assert [each["id"] for each in listed(folder)] == [last["id"]]
-    assert f"'{last['id'][:3]}' names none of 1" in store(folder, "--remove", last["id"][:3]).stderr
+    assert f"'{last['id'][:3]}' names none of 1" in error_of("store", folder, "--remove", last["id"][:3])
 
 
 def test_all_when_nobody_can_be_asked_then_are_removed_only_with_yes(folder: Path):
-    refused = store(folder, "--remove-all")
-    assert refused.exit_code == 2
-    assert f"--remove-all would remove all 3 of {folder}, and nobody can be asked: add --yes." in refused.stderr
-    assert store(folder, "--remove-all", "--yes").exit_code == 0
+    refused = error_of("store", folder, "--remove-all")
+    assert f"--remove-all would remove all 3 of {folder}, and nobody can be asked: add --yes." in refused
+    run("store", folder, "--remove-all", "--yes")
     assert list((folder / "nodes").iterdir()) == []
-    assert "keeps nothing" in store(folder).stderr
+    assert "keeps nothing" in run("store", folder).stderr
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 3), ("y", 0, 0)])
@@ -111,23 +88,15 @@ def test_all_when_asked_at_a_terminal_then_go_only_at_a_yes(answer: str, code: i
 
 @pytest.mark.filterwarnings("default:.* was removed from the store")
 def test_files_when_verified_then_damaged_ones_are_removed(folder: Path):
-    whole = store(folder, "--verify")
-    assert (whole.exit_code, "damaged files: 0" in whole.stderr) == (0, True)
+    assert "damaged files: 0" in run("store", folder, "--verify").stderr
     for path in (folder / "nodes").iterdir():
         path.write_bytes(path.read_bytes()[:-9] + b"altered!!")
-    assert store(folder, "--verify").exit_code == 1
+    run("store", folder, "--verify", code=1)
     assert listed(folder) == []
 
 
-def test_folder_when_there_is_none_then_error_and_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    result = store("missing")
-    assert result.exit_code == 2
-    assert "There is no folder missing: generate, batch and chat make it with --store missing." in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_titles_when_they_have_control_characters_then_none_is_printed(folder: Path):
-    said = store(folder).stdout, store(folder, "--json").stdout, store(folder, "--remove", "1").stderr
+    shown, json_lines = (run("store", folder, *options).stdout for options in ((), ("--json",)))
+    said = shown, json_lines, run("store", folder, "--remove", 1).stderr
     assert all("[2Jb.txt" in each or "\\u009bb.txt" in each for each in said)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))

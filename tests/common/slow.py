@@ -1,8 +1,16 @@
-"""Marks for slow tests: further instances, which `make test` skips, and `.ci/run` runs in turns."""
+"""
+Marks for slow tests: further instances, which `make test` skips, and `.ci/run` runs in turns.
 
-import hashlib
-import heapq
+    @pytest.mark.slow                       # a test, or one of its cases:
+    @pytest.mark.parametrize("family", slow_but(["llama"], FAMILIES))
+        Only `make test-all` runs all of them. `.ci/run` runs an eighth, another one at the next commit, as it passes
+        `--slow-share=K/8`, where K is the number of the commit.
+    @pytest.mark.covering(2)                # a test with several parameters
+        Any two values meet in a case that is quick. All other cases are slow, and `.ci/run` never runs them.
+"""
+
 import itertools
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -43,8 +51,7 @@ def slow_ones_outside_of(share: str, items: list[pytest.Item]) -> list[pytest.It
     chosen = int(turn) % int(shares)
 
     def is_left_out(item: pytest.Item) -> bool:
-        function = item.nodeid.partition("[")[0].encode()
-        is_chosen = hashlib.sha256(function).digest()[0] % int(shares) == chosen
+        is_chosen = zlib.crc32(item.nodeid.partition("[")[0].encode()) % int(shares) == chosen
         return bool(item.get_closest_marker("combination") or (item.get_closest_marker("slow") and not is_chosen))
 
     return [item for item in items if is_left_out(item)]
@@ -61,17 +68,9 @@ def mark_all_but_covering(items: Iterable[pytest.Item]) -> None:
     for _, cases in itertools.groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
         groups = {case: _groups(case) for case in cases}
         missing = set().union(*groups.values())
-        # What a case brings becomes less only, so one that still brings as much as it did brings most.
-        brought = [(-len(of_case), number, case) for number, (case, of_case) in enumerate(groups.items())]
-        heapq.heapify(brought)
         while missing:
-            before, number, case = brought[0]
-            now = -len(groups[case] & missing)
-            if now != before:
-                heapq.heapreplace(brought, (now, number, case))
-                continue
-            heapq.heappop(brought)
-            missing -= groups.pop(case)
+            best = max(groups, key=lambda case: len(groups[case] & missing))
+            missing -= groups.pop(best)
         for case in groups:
             case.add_marker(pytest.mark.slow)
             case.add_marker(pytest.mark.combination)

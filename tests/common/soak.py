@@ -37,6 +37,8 @@ def count(what: str, number: int = 1) -> None:
     _done[what] += number
 
 
-def counts() -> dict[str, int]:
-    """Return the counts of this process."""
-    return dict(_done)
+def take_counts() -> dict[str, int]:
+    """Return what this process has counted since the last call."""
+    taken = dict(_done)
+    _done.clear()
+    return taken

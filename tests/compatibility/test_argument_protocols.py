@@ -3,8 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,22 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
+from .same_tokens import MakeCache, each_cache, generated, prompt, stock_cache
 from models.architectures import small_config
-from models.tiny_models import VOCAB_SIZE, random_prompt, tiny_model
+from models.tiny_models import VOCAB_SIZE, tiny_model
 
-CACHES: dict[str, Callable[..., Cache]] = {
-    "dynamic": DynamicHybridCache,
-    "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
-    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
-}
-HELD, PROMPT = 30, 40
+HELD = 30
 
 
 def filled(cache: Cache, model: PreTrainedModel, num_tokens: int = HELD) -> Cache:
     with torch.no_grad():
-        model(random_prompt(1, PROMPT)[:, :num_tokens], **cache_argument(cache))
+        model(prompt()[:, :num_tokens], **cache_argument(cache))
     return cache
 
 
-def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, PROMPT), **cache_argument(cache), max_new_tokens=6, do_sample=False)
+def llama_cache(make: MakeCache = DynamicHybridCache) -> Any:
+    """Return a cache that Llama has filled."""
+    return filled(make(tiny_model("llama").config), tiny_model("llama"))
 
 
 def without_list(family: str) -> PreTrainedModel:
@@ -86,6 +82,9 @@ PLACED: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "load_checkpoint_and_dispatch": lambda model, folder: accelerate.load_checkpoint_and_dispatch(
         model, saved(model, folder / "model"), half_on_disk(model), offload_folder=folder
     ),
+    "from_pretrained, one device": lambda model, folder: AutoModelForCausalLM.from_pretrained(
+        saved(model, folder / "model"), device_map="cpu"
+    ).eval(),
     "from_pretrained": lambda model, folder: AutoModelForCausalLM.from_pretrained(
         saved(model, folder / "model"), device_map=half_on_disk(model), offload_folder=folder
     ).eval(),
@@ -94,28 +93,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: tiny_model("llama"),
     "opt": lambda: without_list("OPTConfig"),
     "falcon": lambda: without_list("FalconConfig"),
+    "qwen3_next": lambda: tiny_model("qwen3_next"),
 }
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+@each_cache
 @pytest.mark.parametrize(
-    ("way", "family"), [*((way, "llama") for way in PLACED), ("from_pretrained", "opt"), ("from_pretrained", "falcon")]
+    ("way", "family"),
+    [
+        *((way, "llama") for way in PLACED),
+        ("from_pretrained", "opt"),
+        ("from_pretrained", "falcon"),
+        ("cpu_offload", "qwen3_next"),
+    ],
 )
-def test_models_that_accelerate_places_use_the_cache(make: Callable, way: str, family: str, tmp_path: Path):
+def test_models_that_accelerate_places_use_the_cache(make: MakeCache, way: str, family: str, tmp_path: Path):
     plain = FAMILIES[family]()
     expected = generated(plain, DynamicCache(config=plain.config))
     model = PLACED[way](copy.deepcopy(plain), tmp_path)
     for cache in (make(plain.config), filled(make(plain.config), plain)):
         assert torch.equal(generated(model, cache), expected)
         assert cache.get_seq_length() == expected.shape[1] - 1
-
-
-def test_linear_attention_under_cpu_offload_uses_the_cache():
-    plain = tiny_model("qwen3_next")
-    model = accelerate.cpu_offload(copy.deepcopy(plain), execution_device="cpu")
-    expected = generated(plain, DynamicCache(config=plain.config))
-    assert torch.equal(generated(model, filled(DynamicHybridCache(plain.config), plain)), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_linear_attention_under_cpu_offload_uses_the_cache():
     ],
 )
 def test_what_hands_a_cache_on_hands_on_the_same_unchanged(call: Callable[[Any], Any]):
-    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    cache = llama_cache()
     held = [layer.store for layer in cache.layers]
     assert call(cache) in (cache, ())
     assert [layer.store for layer in cache.layers] == held
@@ -161,7 +160,7 @@ def test_what_hands_a_cache_on_hands_on_the_same_unchanged(call: Callable[[Any],
     ],
 )
 def test_a_type_is_given_to_caches_as_to_tensors(call: Callable[[Any], Any]):
-    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    cache = llama_cache()
     expected = cache.layers[1].keys.double()
     assert call(cache) is cache
     assert cache.layers[1].keys.dtype == cache.layers[1].dtype == torch.float64
@@ -173,10 +172,10 @@ def test_a_type_is_given_to_caches_as_to_tensors(call: Callable[[Any], Any]):
     [(("meta",), ValueError), ((torch.int8,), TypeError), (("cpu", 3), TypeError), (("nowhere",), RuntimeError)],
 )
 def test_places_that_hold_no_states_are_refused(arguments: tuple, error: type[Exception]):
-    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    cache = llama_cache()
     with pytest.raises(error):
         cache.to(*arguments)
-    assert torch.equal(generated(tiny_model("llama"), cache)[0, :PROMPT], random_prompt(1, PROMPT)[0])
+    assert torch.equal(generated(tiny_model("llama"), cache)[:, : prompt().shape[1]], prompt())
 
 
 def saved_by_torch(thing: object) -> None:
@@ -185,14 +184,14 @@ def saved_by_torch(thing: object) -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, pickle.dumps, saved_by_torch])
 def test_copies_that_would_lose_states_are_refused(copied: Callable[[Any], Any]):
-    cache = filled(QuantizedHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    cache = llama_cache(QuantizedHybridCache)
     with pytest.raises(TypeError, match=r"use cache\.save\(path\) .* copy\.deepcopy\(cache\) for a copy"):
         copied(cache)
 
 
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-def test_data_parallel_is_refused_with_the_way_out(make: Callable[..., Cache]):
-    caches = [filled(make(tiny_model("llama").config), tiny_model("llama")) for _ in range(2)]
+@each_cache
+def test_data_parallel_is_refused_with_the_way_out(make: MakeCache):
+    caches = [llama_cache(make) for _ in range(2)]
     with pytest.raises(TypeError, match=r"DataParallel .*DistributedDataParallel"):
         gather([{"past_key_values": cache} for cache in caches], "cpu")
 
@@ -215,19 +214,15 @@ def test_caches_and_layers_have_the_attributes_of_stock(num_tokens: int):
 
 def test_weights_that_accelerate_offloads_are_not_made_small():
     model = accelerate.cpu_offload(copy.deepcopy(tiny_model("llama")), execution_device="cpu")
-    for entered in (quantize_weights(model, 8, temporary=True), quantizing(model)):
-        with pytest.raises(ValueError, match=r"accelerate manages .* without device_map"), entered:
-            pass
+    way_out = r"accelerate manages .* without device_map"
+    with pytest.raises(ValueError, match=way_out):
+        quantize_weights(model, 8)
+    with pytest.raises(ValueError, match=way_out), quantize_weights(model, 8, temporary=True):
+        pass
 
 
-@contextmanager
-def quantizing(model: PreTrainedModel) -> Iterator[None]:
-    quantize_weights(model, 8)
-    yield
-
-
-@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, lambda config: DynamicCache(config=config)])
-def test_t5gemma_makes_a_cross_attention_cache_of_the_class_given(make: Callable):
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, stock_cache])
+def test_t5gemma_makes_a_cross_attention_cache_of_the_class_given(make: MakeCache):
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "query_pre_attn_scalar": 8, "sliding_window": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
     part = sizes | heads | {"vocab_size": VOCAB_SIZE, "layer_types": ["sliding_attention", "full_attention"]}

@@ -1,33 +1,22 @@
 """Every implementation of attention that runs on a CPU gives the same tokens with our caches as with stock's."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache import DynamicHybridCache
 
+from .same_tokens import CACHES as SOME_CACHES
+from .same_tokens import generated, stock_cache
 from common.slow import slow
-from models.tiny_models import random_prompt, tiny_model
+from models.tiny_models import tiny_model
 
-CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
-    "dynamic": DynamicHybridCache,
-    "cpu_decode": lambda config: DynamicHybridCache(config, cpu_decode=True),
-    "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
-    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
-}
+CACHES = [*SOME_CACHES.values(), lambda config: DynamicHybridCache(config, cpu_decode=True)]
 IMPLEMENTATIONS = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
-
-
-def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
@@ -41,10 +30,10 @@ def test_an_implementation_of_attention_gets_what_it_needs(name: str):
     model = copy.deepcopy(tiny_model("llama"))
     try:
         model.set_attn_implementation(name)
-        expected = generated(model, DynamicCache(config=model.config))
+        expected = generated(model, stock_cache(model.config))
     except Exception as error:
         pytest.skip(f"transformers' own cache fails here too: {type(error).__name__}: {str(error)[:100]}")
-    for make in CACHES.values():
+    for make in CACHES:
         assert torch.equal(generated(model, make(model.config)), expected)
 
 
@@ -62,8 +51,8 @@ def test_an_implementation_of_ones_own_gets_the_states():
     ALL_MASK_ATTENTION_FUNCTIONS.register("of_ones_own", sdpa_mask)
     try:
         model.set_attn_implementation("of_ones_own")
-        expected = generated(model, DynamicCache(config=model.config))
-        for make in CACHES.values():
+        expected = generated(model, stock_cache(model.config))
+        for make in CACHES:
             assert torch.equal(generated(model, make(model.config)), expected)
     finally:
         del ALL_ATTENTION_FUNCTIONS._global_mapping["of_ones_own"]

@@ -6,27 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import PreTrainedModel
 
-from hf_hybrid_cache import (
-    DynamicHybridCache,
-    HybridCache,
-    OffloadedHybridCache,
-    Placement,
-    QuantizedHybridCache,
-    graph_breaks,
-    minmax,
-)
-from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, graph_breaks, minmax
 
-from models.tiny_models import random_prompt, tiny_model
+from .same_tokens import CACHES as SOME_CACHES
+from .same_tokens import generated, stock_cache
+from models.tiny_models import tiny_model
 
-CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
-    "dynamic": DynamicHybridCache,
+CACHES = SOME_CACHES | {
     "on the device": lambda config: DynamicHybridCache(config, cpu_decode=False),
-    "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
-    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
     "8 bits, on the device": lambda config: HybridCache(config, Placement(cpu_decode=False), codec=minmax(8)),
 }
 
@@ -50,17 +39,13 @@ def forget_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=8, do_sample=False)
-
-
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("how", [compile_forward, compile_model, compile_layers])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, str], None], name: str):
     model = copy.deepcopy(tiny_model("llama"))
-    expected = generated(model, DynamicCache(config=model.config))
+    expected = generated(model, stock_cache(model.config))
     how(model, "eager")
     assert torch.equal(generated(model, CACHES[name](model.config)), expected)
 
@@ -69,7 +54,7 @@ def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 def test_the_default_backend_gives_the_same_tokens():
     model = copy.deepcopy(tiny_model("llama"))
-    expected = generated(model, DynamicCache(config=model.config))
+    expected = generated(model, stock_cache(model.config))
     compile_forward(model, "inductor")
     assert torch.equal(generated(model, DynamicHybridCache(model.config)), expected)
 

@@ -1,11 +1,20 @@
-"""The versions of transformers that the package supports, and those that were tested."""
+"""The versions of transformers that are supported and were tested, and the name that each has for a cache."""
 
 import configparser
+import logging
 from pathlib import Path
 
+import pytest
+import torch
 import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers.utils import logging as transformers_logging
+
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
+
+from models.tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 # Raise it when `make test-newest` passes: then all tests once, with constraints.txt, and docs/choosing.md.
@@ -32,6 +41,53 @@ def test_pages_name_the_range_that_the_package_asks_for():
     requirements = map(Requirement, settings["options"]["install_requires"].split())
     (specifiers,) = (each.specifier for each in requirements if each.name == "transformers")
     oldest, end = (next(each.version for each in specifiers if each.operator == operator) for operator in (">=", "<"))
-    assert f"transformers {oldest} or newer, below {end}" in (REPOSITORY / "README.md").read_text()
+    assert f"transformers from {oldest} to below {end}" in (REPOSITORY / "README.md").read_text()
     page = (REPOSITORY / "docs" / "choosing.md").read_text()
     assert f"transformers from {oldest} and below {end}, tried up to {NEWEST_TRIED}" in page
+
+
+# Names of the argument
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
+def test_a_cache_is_found_by_any_name(name: str):
+    cache = object()
+    assert passed_cache({"use_cache": True, name: cache}) is cache
+    assert passed_cache({name: None}) is None
+
+
+def test_a_model_gives_the_cache_back_by_the_name_it_takes():
+    model = tiny_model("llama")
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        output = model(random_prompt(1, 20), **cache_argument(cache))
+    assert output[CACHE_ARGUMENT] is cache
+    assert cache.get_seq_length() == 20
+
+
+# transformers says that the older name is deprecated, to whoever uses it.
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE_ARGUMENT, "past_key_values"}))
+def test_decode_on_cpu_takes_the_cache_by_each_name_of_generate(name: str):
+    model, ids = tiny_model("llama"), random_prompt(1, 20)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cache = DynamicHybridCache(model.config)
+    in_float64 = DecodeOnCPU(dtype=torch.float64)
+    tokens = model.generate(ids, **{name: cache}, custom_generate=in_float64, **options)
+    assert torch.equal(tokens, model.generate(ids, **options))
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+
+
+def test_transformers_has_nothing_to_say_of_names(caplog: pytest.LogCaptureFixture):
+    model, ids = tiny_model("llama"), random_prompt(1, 20)
+    transformers_logging._get_library_root_logger().addHandler(caplog.handler)
+    # The warning is given once, and may have been given.
+    transformers_logging.warning_once.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for custom in (None, DecodeOnCPU(), DecodeOnCPU(dtype=torch.float64)):
+                given = cache_argument(DynamicHybridCache(model.config))
+                model.generate(ids, **given, custom_generate=custom, max_new_tokens=3, return_dict_in_generate=True)
+    finally:
+        transformers_logging._get_library_root_logger().removeHandler(caplog.handler)
+    assert not [record.message for record in caplog.records if "deprecated" in record.message]

@@ -2,22 +2,21 @@
 
 import functools
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import model_cost
-from hf_hybrid_cache.planning.cache_cost import cache_cost, stock_cost
+from hf_hybrid_cache.planning.cache_cost import CacheCost, cache_cost, stock_cost
 from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.model_cost import ModelCost
 
-from models.tiny_models import FAMILIES, tiny_model
+from models.tiny_models import COMMON, FAMILIES, tiny_model
 
 CHUNK = 128
 ON_CPU = {
@@ -31,35 +30,36 @@ ON_CPU = {
 CODECS = {"8": minmax(8), "4-2": minmax((4, 2)), "2": minmax(2, sink_tokens=0)}
 
 
-def odd_head_dim() -> PreTrainedConfig:
-    return LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=40,
-        max_position_embeddings=4096,
-    )
-
-
 @functools.cache
 def model_and_cost(family: str) -> tuple[PreTrainedModel, ModelCost]:
     if family == "odd_head_dim":
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(odd_head_dim(), dtype=torch.bfloat16).eval()
+        config = LlamaConfig(**COMMON | {"num_hidden_layers": 3, "head_dim": 40, "max_position_embeddings": 4096})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     else:
         model = tiny_model(family, torch.bfloat16)
     return model, model_cost(model.config, torch.bfloat16, chunk=CHUNK)
 
 
+def made_and_cost(
+    family: str, placement: Placement, codec: str | None, context: int, **changes: int
+) -> tuple[HybridCache, CacheCost]:
+    """Return a cache on the CPU, still empty, and what it is planned to cost at this context."""
+    model, costs = model_and_cost(family)
+    codecs = CODECS.get(codec or "")
+    cost = cache_cost(replace(costs, **changes), placement, codecs, context, on_cpu=True)
+    return HybridCache(model.config, placement, codec=codecs), cost
+
+
 @torch.inference_mode()
+def read(model: PreTrainedModel, cache: Cache, batch: int, num_tokens: int, chunk: int, device: str = "cpu") -> None:
+    for ids in torch.ones(batch, num_tokens, dtype=torch.long, device=device).split(chunk, dim=1):
+        model(ids, **cache_argument(cache), logits_to_keep=1)
+
+
 def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "cpu") -> None:
     """Compute a prompt in chunks, and two tokens more."""
-    lengths = [*range(0, num_tokens - 2, CHUNK), num_tokens - 2, num_tokens - 1, num_tokens]
-    for start, end in pairwise(lengths):
-        model(torch.ones(1, end - start, dtype=torch.long, device=device), **cache_argument(cache), logits_to_keep=1)
+    read(model, cache, 1, num_tokens - 2, CHUNK, device)
+    read(model, cache, 1, 2, 1, device)
 
 
 @pytest.mark.covering(1)
@@ -78,15 +78,29 @@ def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "c
     ],
 )
 def test_bytes_are_those_that_a_filled_cache_reports(family: str, context: int, placement: str, codec: str | None):
-    model, costs = model_and_cost(family)
-    made = ON_CPU[placement], CODECS.get(codec or "")
-    cost = cache_cost(costs, *made, context, on_cpu=True)
-    cache = HybridCache(model.config, made[0], codec=made[1])
-    fill(model, cache, context)
+    cache, cost = made_and_cost(family, ON_CPU[placement], codec, context)
+    fill(model_and_cost(family)[0], cache, context)
     report = cache.memory()
     assert report.num_tokens == context
     assert cost.decode.device == report.device_bytes == 0
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("placement", "codec"), [("dynamic", None), ("dynamic, torch attends", "8"), ("streamed", None), ("streamed", "8")]
+)
+def test_bytes_of_latent_attention_are_those_of_a_cache_without_the_kernel(placement: str, codec: str | None):
+    cache, cost = made_and_cost("deepseek_v3", ON_CPU[placement], codec, 1100)
+    fill(model_and_cost("deepseek_v3")[0], cache, 1100)
+    assert cost.decode.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("placement", ON_CPU)
+def test_planned_bytes_when_prompt_ends_then_equal_the_cache_report(placement: str, codec: str | None):
+    cache, cost = made_and_cost("llama", ON_CPU[placement], codec, 1100)
+    read(model_and_cost("llama")[0], cache, 1, 1100, CHUNK)
+    assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("codec", [None, *CODECS])
@@ -96,15 +110,11 @@ def test_bytes_of_continuations_are_those_of_a_repeated_cache(
     family: str, context: int, placement: str, codec: str | None
 ):
     model, costs = model_and_cost(family)
-    made = ON_CPU[placement], CODECS.get(codec or "")
-    cost = cache_cost(replace(costs, continuations=3), *made, context, on_cpu=True)
-    cache = HybridCache(model.config, made[0], codec=made[1])
+    cache, cost = made_and_cost(family, ON_CPU[placement], codec, context, continuations=3)
     fill(model, cache, context - costs.own_tokens)
     at_prompt = cache.memory()
     cache.batch_repeat_interleave(3)
-    with torch.inference_mode():
-        for ids in torch.ones(3, costs.own_tokens, dtype=torch.long).split(64, dim=1):
-            model(ids, **cache_argument(cache), logits_to_keep=1)
+    read(model, cache, 3, costs.own_tokens, 64)
     report = cache.memory()
     assert report.num_tokens == context
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
@@ -136,39 +146,12 @@ def test_continuations_are_planned_to_share_what_caches_share():
         assert sum(several.prefill) <= sum(single.prefill) or strategy == Strategy.CPU_DECODE
 
 
-@pytest.mark.parametrize(
-    ("placement", "codec"), [("dynamic", None), ("dynamic, torch attends", "8"), ("streamed", None), ("streamed", "8")]
-)
-def test_bytes_of_latent_attention_are_those_of_a_cache_without_the_kernel(placement: str, codec: str | None):
-    model, costs = model_and_cost("deepseek_v3")
-    made = ON_CPU[placement], CODECS.get(codec or "")
-    cache = HybridCache(model.config, made[0], codec=made[1])
-    fill(model, cache, 1100)
-    cost = cache_cost(costs, *made, 1100, on_cpu=True)
-    assert cost.decode.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("codec", [None, *CODECS])
-@pytest.mark.parametrize("placement", ON_CPU)
-def test_planned_bytes_when_prompt_ends_then_equal_the_cache_report(placement: str, codec: str | None):
-    model, costs = model_and_cost("llama")
-    made = ON_CPU[placement], CODECS.get(codec or "")
-    cost = cache_cost(costs, *made, 1100, on_cpu=True)
-    cache = HybridCache(model.config, made[0], codec=made[1])
-    with torch.inference_mode():
-        for ids in torch.ones(1, 1100, dtype=torch.long).split(CHUNK, dim=1):
-            model(ids, **cache_argument(cache), logits_to_keep=1)
-    assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
-
-
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_where_the_cpu_attends_to_a_share_no_more_is_held_than_is_planned(codec: str | None):
     """A slot may be smaller, which has held what is in full precision, or is filled with a share only."""
-    model, costs = model_and_cost("llama")
-    made = Placement(offload=True, cpu_decode=0.5, device_tokens=300), CODECS.get(codec or "")
-    cost = cache_cost(costs, *made, 1100, on_cpu=True)
-    cache = HybridCache(model.config, made[0], codec=made[1])
-    fill(model, cache, 1100)
+    placement = Placement(offload=True, cpu_decode=0.5, device_tokens=300)
+    cache, cost = made_and_cost("llama", placement, codec, 1100)
+    fill(model_and_cost("llama")[0], cache, 1100)
     assert cost.decode.host / 2 <= cache.memory().host_bytes <= cost.decode.host
 
 

@@ -1,13 +1,14 @@
 """The cost of a model, against real models of every family, and against arithmetic by hand."""
 
 import copy
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_hybrid_cache import quantize_weights
@@ -41,6 +42,10 @@ MILLIONS_OF_WEIGHTS = {
 }
 
 
+def llama(**sizes: object) -> LlamaConfig:
+    return LlamaConfig(**COMMON | {"num_hidden_layers": 2} | sizes)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torch.dtype):
@@ -70,11 +75,10 @@ def test_weights_in_few_bits_take_what_quantize_weights_reports(family: str, bit
 
 
 def test_a_step_reads_the_codes_of_what_it_multiplies_with():
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-    quantized = {}
-    for is_tied in (True, False):
-        config = LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied)
-        quantized[is_tied] = model_cost(config, torch.float32).quantized_weights[4]
+    quantized = {
+        is_tied: model_cost(llama(vocab_size=96, tie_word_embeddings=is_tied), torch.float32).quantized_weights[4]
+        for is_tied in (True, False)
+    }
     # Each row has two groups, of a word for scale and low and 32 codes: of 4 bits in four words, or of 8 in eight.
     embedding, head = (96 * 2 * (1 + words) * 4 for words in (4, 8))
     layers = quantized[True].quantized_bytes - head
@@ -84,31 +88,13 @@ def test_a_step_reads_the_codes_of_what_it_multiplies_with():
 
 
 def test_step_when_embeddings_are_not_output_head_then_reads_all_but_them():
-    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     for is_tied in (True, False):
-        cost = model_cost(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied), torch.float32)
-        assert cost.weight_bytes - cost.step_weight_bytes == (0 if is_tied else 100 * 64 * 4)
-
-
-def test_a_step_reads_only_the_experts_that_it_chooses():
-    sizes = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
-    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
-    cost = model_cost(config, torch.bfloat16)
-    experts = 2 * 8 * 3 * 64 * 32 * 2
-    assert cost.weight_bytes - cost.step_weight_bytes == 100 * 64 * 2 + experts * 6 // 8
+        cost = model_cost(llama(tie_word_embeddings=is_tied), torch.float32)
+        assert cost.weight_bytes - cost.step_weight_bytes == (0 if is_tied else 128 * 64 * 4)
 
 
 def test_arithmetic_of_a_prompt_is_that_of_its_products():
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        max_position_embeddings=4096,
-    )
+    config = llama(num_hidden_layers=3, head_dim=24, max_position_embeddings=4096)
     cost = model_cost(config, torch.float32, batch=2, chunk=CHUNK)
     products = 3 * (2 * 64 * 96 + 2 * 64 * 48 + 3 * 64 * 96) * 2 * 2
     norms = (2 * 3 + 1) * 64 * 2 * 2
@@ -118,17 +104,7 @@ def test_arithmetic_of_a_prompt_is_that_of_its_products():
 
 
 def test_chunk_memory_when_heads_are_grouped_then_has_mask_and_repeated_kv():
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-    )
-    cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
+    cost = model_cost(llama(max_position_embeddings=4096), torch.bfloat16, chunk=CHUNK)
     _, slope = cost.working_bytes_line
     assert slope == CHUNK + 2 * 4 * 16 * 2
     assert cost.working_bytes(4000) - cost.working_bytes(3000) == 1000 * slope
@@ -159,7 +135,7 @@ def test_weights_of_gigabytes_take_no_memory():
 
 
 def test_an_equal_model_costs_what_it_did_and_any_other_is_computed():
-    config = LlamaConfig(**COMMON, num_hidden_layers=2)
+    config = llama()
     cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
     assert model_cost(copy.deepcopy(config), torch.bfloat16, 1, CHUNK) is cost
     assert model_cost(config, torch.float32, chunk=CHUNK).weight_bytes == 2 * cost.weight_bytes
@@ -187,13 +163,19 @@ def test_built_in_shapes_have_as_many_weights_as_the_models(name: str, millions:
     assert round(model.num_parameters() / 1e6) == millions
 
 
-def test_built_in_shapes_are_found_in_any_case_and_by_the_names_of_load(tmp_path):
+def test_built_in_shapes_are_found_in_any_case_unless_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in SHAPES:
-        assert load_config(name.upper()).name_or_path == name
+        assert (
+            load_config(name.upper()).name_or_path == load_config(name.partition("/")[2].upper()).name_or_path == name
+        )
     assert load_config("smollm2-135m").name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert load_config("llama-3.2-1b-random").name_or_path == "meta-llama/Llama-3.2-1B"
-    LlamaConfig(num_hidden_layers=3).save_pretrained(tmp_path)
-    config = load_config(str(tmp_path))
-    assert (config.num_hidden_layers, config.name_or_path) == (3, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    llama(num_hidden_layers=3).save_pretrained(tmp_path / "Qwen3-30B-A3B")
+    for folder in ("Qwen3-30B-A3B", str(tmp_path / "Qwen3-30B-A3B")):
+        config = load_config(folder)
+        assert (config.num_hidden_layers, config.name_or_path) == (3, folder)
     with pytest.raises(ModelLoadError, match=r"one/two/three does not load"):
         load_config("one/two/three")

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.common.records import RESULTS
 from hf_hybrid_cache import HybridCache, cache_for_budget
+from hf_hybrid_cache.byte_sizes import parse_bandwidth, parse_bytes, parse_tokens
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import (
@@ -111,13 +114,12 @@ def test_a_gpu_without_room_for_the_weights_is_not_used(llama: ModelCost):
     assert Strategy.CPU not in {strategy for _, strategy in plans_of(llama, 1000, Machine(4 * GIB, 2**45))}
 
 
-def test_where_nothing_fits_the_gpu_the_cpu_is_planned_with_too(llama: ModelCost):
-    machine = Machine(3 * GIB, 2**45)
-    plans = plans_of(llama, 131_072, machine)
-    assert {strategy for _, strategy in plans} == set(Strategy) - {Strategy.BOTH}  # too few tokens would fit
-    best = recommended(list(plans.values()))
-    assert best is not None
-    assert best.strategy == Strategy.CPU
+def test_where_nothing_fits_the_gpu_the_cpu_comes_before_few_bits(llama: ModelCost):
+    plans = make_plans(llama, 131_072, Machine(3 * GIB, 2**45))
+    as_they_are = [plan for plan in plans if plan.weights is None]
+    assert {plan.strategy for plan in as_they_are} == set(Strategy) - {Strategy.BOTH}  # too few tokens would fit
+    assert {plan.strategy for plan in plans if plan.weights is not None} == {Strategy.CPU, Strategy.CPU_DECODE}
+    assert recommended(as_they_are).strategy == Strategy.CPU
 
 
 def test_without_full_attention_there_is_only_the_stock_cache():
@@ -364,12 +366,6 @@ def test_quantized_weights_when_little_is_gained_then_are_not_recommended(llama:
     assert recommended(make_plans(llama, 131_072, Machine(0, least - 1, fast))) is None
 
 
-def test_a_gpu_is_left_for_the_cpu_before_weights_are_of_few_bits(llama: ModelCost):
-    plans = make_plans(llama, 131_072, Machine(3 * GIB, 2**45))
-    assert any(plan.strategy == Strategy.CPU and plan.weights is None for plan in plans)
-    assert {plan.strategy for plan in plans if plan.weights is not None} == {Strategy.CPU, Strategy.CPU_DECODE}
-
-
 # The lines of Python
 
 
@@ -454,3 +450,37 @@ def test_a_budget_that_is_too_small_says_by_how_much_and_the_way_out(memory: dic
 def test_a_budget_is_what_is_free_beside_the_weights_that_are_loaded(real_model: PreTrainedModel):
     """All of this machine's free memory is far more than a tiny model needs."""
     assert bits_of(cache_for_budget(real_model.config, 500, batch_size=4)) is None
+
+
+# Sizes, of which tests/fuzz/test_sizes.py tries any
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "number"),
+    [
+        (parse_bytes, ("8GiB", "8 gib", "8g", 8 * GIB), 8 * GIB),
+        (parse_bytes, ("8GB", "8000000000"), 8 * 10**9),
+        (parse_bytes, ("1.5GiB", "1536MiB"), 3 * 2**29),
+        (parse_bytes, ("2T",), 2**41),
+        (parse_bytes, ("7B", "7"), 7),
+        (parse_bandwidth, ("30GB/s", " 30 gb/s "), 30e9),
+        (parse_tokens, ("131072", "131,072", "128K", "128k"), 131_072),
+        (parse_tokens, ("1M",), 2**20),
+    ],
+)
+def test_sizes_are_binary_unless_they_end_in_b(parse: Callable[..., float], texts: tuple, number: float):
+    assert [parse(text) for text in texts] == [number] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "message"),
+    [
+        (parse_bytes, ("", "GiB", "-1GiB", "8 bytes", "8PiB", "1e9", "8iB", "1,000", "8GiB/s", "nan"), "it as 8GiB"),
+        (parse_bandwidth, ("0", "fast", "30GB/h"), "it as 30GB/s"),
+        (parse_tokens, ("0", "", "-5", "1.5K", "128 KiB"), "it as 131072 or 128K"),
+    ],
+)
+def test_what_is_no_size_is_quoted_with_the_way_out(parse: Callable[..., float], texts: tuple, message: str):
+    for text in texts:
+        with pytest.raises(ValueError, match=rf"^{re.escape(repr(text))} is not a .*: write {message}"):
+            parse(text)

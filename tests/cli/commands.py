@@ -1,0 +1,71 @@
+"""
+Commands of `hf-hybrid-cache`: in this process, or where it matters what a process imports, in one of their own.
+
+    run("generate", "--question", "Who?", *of_model).stdout     # ends with exit code 0
+    error_of("generate", "--bits", 5)                           # ends with exit code 2, and prints nothing
+    lines(run("store", folder, "--json"))                       # of JSON
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hf_hybrid_cache.cli.app import app
+
+HEAVY = {"torch", "transformers", "numba"}
+SHORT = ("--device", "cpu", "--dtype", "float32")
+
+
+def run(*arguments: object, code: int = 0, typed: str | bytes | None = None) -> Result:
+    """Run a command, which ends with this exit code and without a traceback."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), input=typed)
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def error_of(*arguments: object) -> str:
+    """Return the message of a command that a user's mistake ends before anything is printed."""
+    result = run(*arguments, code=2)
+    assert result.stdout == ""
+    return result.stderr
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def without_heavy(*arguments: object, code: int = 2, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, which imports nothing heavy."""
+    program = f"""
+import sys
+from hf_hybrid_cache.cli import main
+try:
+    main()
+finally:
+    assert not {HEAVY} & set(sys.modules)
+"""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, stdin=subprocess.DEVNULL)
+    assert (done.returncode, "AssertionError" in done.stderr) == (code, False), done.stderr
+    return done
+
+
+def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """Start a command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_hybrid_cache.cli", *map(str, arguments)],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        # Where tests run in the background of a shell, interrupts would be ignored by inheritance.
+        preexec_fn=None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
