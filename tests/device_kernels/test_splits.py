@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from kernels.reference import Case, attention, hadamard, random_masks, random_quantized
+from kernels import calls
+from kernels.reference import Case, attention, hadamard, random_masks
 
 from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
-from hf_hybrid_cache.kernels import PackedLayout
+from hf_hybrid_cache.kernels import BLOCK, PackedLayout
 
 from common.slow import slow_but
 from common.soak import search_at_random
@@ -44,48 +45,23 @@ class Made:
 
 
 def make(
-    device: torch.device,
-    first: int = 64,
-    blocks: int = 3,
-    last: int = 70,
-    batch: int = 1,
-    num_kv_heads: int = 1,
-    group: int = 1,
-    length: int = 1,
-    dims: tuple[int, int] = (64, 64),
-    bits: tuple[int, int] = (4, 4),
-    lanes: int = 64,
-    is_rotated: bool = True,
-    is_streamed: bool = False,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    device: torch.device, last: int = 70, is_streamed: bool = False, dtype: torch.dtype = torch.float32, **form: Any
 ) -> Made:
-    """`first` tokens, quantized blocks, and `last` tokens; records in the order of a streamed layer's slots, or not."""
-    generator = np.random.default_rng(seed)
-
-    def rounded(*shape: int) -> tuple[torch.Tensor, np.ndarray]:
-        numbers = torch.from_numpy(generator.standard_normal(shape)).to(dtype)
-        return numbers.to(device), numbers.double().numpy()
-
-    _, query = rounded(batch, num_kv_heads * group, length, dims[0])
-    ends, states, packed = [], [], []
-    for transposed, dim, width in ((True, dims[0], bits[0]), (False, dims[1], bits[1])):
-        stored, exact = rounded(batch, num_kv_heads, first + last, dim)
-        made, quantized = torch.empty(batch, num_kv_heads, 0, 0, dtype=torch.uint8), exact[:, :, :0]
-        if blocks:
-            splits = random_quantized(
-                generator, (batch, num_kv_heads, blocks, dim), width, lanes, transposed, is_rotated
-            )
-            made = torch.from_numpy(splits.packed).unflatten(1, (batch, num_kv_heads)).permute(1, 2, 0, 3)
-            quantized = splits.states
-        ends.append(stored)
-        states.append(np.concatenate([exact[:, :, :first], quantized, exact[:, :, first:]], axis=2))
-        packed.append(made.to(device) if is_streamed else made.to(device).contiguous())
+    """Blocks, blocks of codes, and `last` tokens; records in the order of a streamed layer's slots, or not."""
+    form = {"first": 1, "coded": 3, "bits": (4, 4), "lanes": 64, "is_rotated": True} | form
+    case, stored = calls.make(str(dtype).removeprefix("torch."), last, rounded_query=True, **form)
+    keys, values = (torch.from_numpy(bits).view(dtype).to(device) for bits in stored[:2])
+    packed = [torch.empty(*keys.shape[:2], 0, 0, dtype=torch.uint8, device=device)] * 2
+    if stored.codes is not None:
+        for role, records in enumerate(stored.codes[:2]):
+            of_heads = torch.from_numpy(records).unflatten(1, keys.shape[:2]).permute(1, 2, 0, 3).to(device)
+            packed[role] = of_heads if is_streamed else of_heads.contiguous()
+    of_both = form["lanes"], form["is_rotated"]
     layouts = (
-        PackedLayout.of_keys(bits[0], dims[0], lanes, is_rotated),
-        PackedLayout.of_values(bits[1], dims[1], lanes, is_rotated),
+        PackedLayout.of_keys(form["bits"][0], keys.shape[3], *of_both),
+        PackedLayout.of_values(form["bits"][1], values.shape[3], *of_both),
     )
-    return Made(Case(query, *states), (ends[0], ends[1]), Codes(*packed, first, *layouts))
+    return Made(case, (keys, values), Codes(*packed, form["first"] * BLOCK, *layouts))
 
 
 def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Splits:
@@ -136,20 +112,20 @@ def test_codes_and_states_are_attended_to_as_in_float64(device, bits, is_rotated
 @pytest.mark.parametrize("dims", slow_but([(80, 96), (128, 64)], [(80, 96), (128, 64), (256, 256)]))
 @pytest.mark.parametrize("lanes", [64, 32])
 def test_attention_when_head_dims_vary_then_matches_float64(device, dims, lanes, dtype):
-    made = make(device, blocks=1, dims=dims, lanes=lanes, dtype=dtype)
+    made = make(device, coded=1, dims=dims, lanes=lanes, dtype=dtype)
     require_same(made, run(made, dtype=dtype), dtype=dtype)
 
 
-@pytest.mark.parametrize(("first", "blocks", "last"), [(0, 0, 1), (64, 0, 1), (0, 1, 64), (128, 33, 127), (0, 3, 65)])
-def test_ends_and_coded_blocks_may_be_of_any_length(device, first: int, blocks: int, last: int):
-    made = make(device, first=first, blocks=blocks, last=last, dims=(16, 16))
+@pytest.mark.parametrize(("first", "coded", "last"), [(0, 0, 1), (1, 0, 1), (0, 1, 64), (2, 33, 127), (0, 3, 65)])
+def test_ends_and_coded_blocks_may_be_of_any_length(device, first: int, coded: int, last: int):
+    made = make(device, last, first=first, coded=coded, dims=(16, 16))
     splits = run(made)
-    assert splits.outs.shape[3] == 1 or blocks
+    assert splits.outs.shape[3] == 1 or coded
     require_same(made, splits)
 
 
 def test_long_contexts_are_split_into_parts(device):
-    made = make(device, blocks=33, dims=(16, 16))
+    made = make(device, coded=33, dims=(16, 16))
     assert run(made).lse.shape[3] > 3
 
 
@@ -158,8 +134,8 @@ def test_long_contexts_are_split_into_parts(device):
 def test_any_mask_of_any_queries_is_followed(device, data):
     made = make(
         device,
-        first=64 * data.draw(st.integers(0, 2)),
-        blocks=data.draw(st.integers(0, 4)),
+        first=data.draw(st.integers(0, 2)),
+        coded=data.draw(st.integers(0, 4)),
         last=data.draw(st.integers(1, 130)),
         batch=data.draw(st.integers(1, 2)),
         num_kv_heads=data.draw(st.integers(1, 2)),

@@ -30,15 +30,7 @@ from hf_hybrid_cache.kernels.vector.compiled import Needed
 from hf_hybrid_cache.kernels.weights.experts import expert_kernels
 from hf_hybrid_cache.kernels.weights.gemm import gemm_kernels
 from hf_hybrid_cache.kernels.weights.products import product_kernels
-from kernels import (
-    test_attention,
-    test_chosen,
-    test_experts,
-    test_prefill_attention,
-)
-from kernels import (
-    test_quantized_attention as quantized,
-)
+from kernels import calls, test_experts, test_products
 from kernels.reference import stored
 from kernels.test_quantization import layout_of
 
@@ -55,17 +47,16 @@ COMPILED, LOADED = "1 0", "0 1"
 
 
 def attend(storage: str) -> None:
-    test_attention.run(*test_attention.make(storage, 100), 0.125)
+    calls.run(*calls.make(storage, 100))
 
 
 def attend_quantized(storage: str) -> None:
-    made = quantized.make(storage=storage)
-    quantized.attend_in(quantized.Workspace(quantized.shape_of(made[0])), made)
+    made = calls.make(storage, 70, first=1, coded=3)
+    calls.attend_in(calls.workspace_of(made[0]), *made)
 
 
 def attend_many(storage: str) -> None:
-    case, bits = test_attention.make(storage, 100, length=70, rounded_query=storage == "bfloat16")
-    test_prefill_attention.check(case, bits, 0.125, test_prefill_attention.BOUNDS[storage])
+    calls.attend_to_prompt(*calls.make(storage, 100, length=70))
 
 
 def code(storage: str) -> None:
@@ -89,9 +80,10 @@ def multiply_few(storage: str) -> None:
     products = Products.of_panels(panels.ctypes.data, layout, [1.0])
     products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
     products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data, chosen.ctypes.data)
-    weights, tokens = (test_chosen.random_numbers(*shape, storage=storage)[0] for shape in ((6, 16, 32), (1, 32)))
-    for of in (test_chosen.of_rows, test_chosen.of_columns):
-        test_chosen.run(of(weights), tokens, np.zeros((1, 1)), None, 16)
+    tokens, _ = stored(np.ones((1, 32), np.float32), storage)
+    for kind in ("rows", "columns"):
+        weights = test_products.weights(kind, 16, 32, storage)
+        test_products.run(weights.products, tokens, 16, chosen=np.zeros((1, 1)))
 
 
 def multiply_many_tokens(storage: str) -> None:
@@ -103,8 +95,8 @@ def multiply_many_tokens(storage: str) -> None:
 
 
 def add_up_experts(storage: str) -> None:
-    for experts in (test_experts.quantized(32, 16, 4), test_experts.plain(32, 16, storage)):
-        test_experts.run(experts.kernel, test_experts.given(32, 16, storage=storage))
+    for kind in ("4", "rows"):
+        test_experts.run(test_experts.experts(kind, 32, 16, storage), test_experts.given(32, 16, storage=storage))
 
 
 Ahead = Callable[[np.dtype], list[Needed]]

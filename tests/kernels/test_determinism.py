@@ -11,12 +11,11 @@ from hypothesis import given
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks
+from hf_hybrid_cache.kernels.attention import workspace
 from hf_hybrid_cache.kernels.attention.workspace import parts_of
 from hf_hybrid_cache.kernels.vector import parallel
-from kernels import test_attention
-from kernels import test_quantized_attention as quantized
+from kernels.calls import EVERY_WAY, FLOAT_WAYS, attend_to_prompt, make, run
 from kernels.reference import ELEMENTS, random_masks, stored
-from kernels.test_quantized_attention import EVERY_WAY
 
 from common.soak import count, search_at_random
 from models.tiny_models import random_prompt, tiny_model
@@ -44,50 +43,48 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
     return run
 
 
+@FLOAT_WAYS
 @pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 12 * 8 * 64, 30_000])
 @pytest.mark.parametrize("storage", ELEMENTS)
-def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, same_bits: ForThreads):
-    case, bits = test_attention.make(storage, tokens, num_kv_heads=2, group=4)
-    same_bits(lambda: test_attention.run(case, bits, 0.125))
-
-
-@SearchAtRandom
-@given(data=st.data())
-def test_attention_when_shapes_are_random_then_ignores_thread_count(data: st.DataObject, same_bits: ForThreads):
-    draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
-    case, bits = test_attention.make(
-        draw(st.sampled_from(list(ELEMENTS))),
-        draw(st.integers(16, 3000)),
-        batch=draw(st.integers(1, 3)),
-        num_kv_heads=draw(st.integers(1, 9)),
-        group=draw(st.integers(1, 8)),
-        length=draw(st.integers(1, 16)),
-        key_dim=draw(st.sampled_from([24, 64, 80])),
-        seed=seed,
-    )
-    masks = random_masks(draw, case, seed)
-    same_bits(lambda: test_attention.run(case, bits, 0.125, **masks))
+def test_attention_does_not_depend_on_the_threads(way: str, storage: str, tokens: int, same_bits: ForThreads):
+    case, given = make(storage, tokens, num_kv_heads=2, group=4)
+    same_bits(lambda: run(case, given, way=way))
 
 
 @EVERY_WAY
 @SearchAtRandom
 @given(data=st.data())
-def test_attention_to_codes_does_not_depend_on_the_threads(
-    is_integer: bool, data: st.DataObject, same_bits: ForThreads
+def test_attention_when_shapes_are_random_then_ignores_thread_count(
+    way: str, data: st.DataObject, same_bits: ForThreads
 ):
     draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
-    made = quantized.make(
-        first=draw(st.integers(0, 2)),
-        quantized=draw(st.integers(1, 60)),
-        last=draw(st.integers(16, 130)),
-        num_kv_heads=draw(st.integers(1, 4)),
+    coded = draw(st.integers(1, 60)) if way == "integers" or draw(st.booleans()) else 0
+    case, given = make(
+        draw(st.sampled_from(list(ELEMENTS))),
+        draw(st.integers(16, 130 if coded else 3000)),
+        batch=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 4 if coded else 9)),
         group=draw(st.integers(1, 8)),
         length=draw(st.integers(1, 16)),
+        dims=(draw(st.sampled_from([24, 64, 80])),) * 2,
+        first=draw(st.integers(0, 2)) if coded else 0,
+        coded=coded,
         bits=(draw(st.sampled_from(BITS)), draw(st.sampled_from(BITS))),
         seed=seed,
     )
-    masks = random_masks(draw, made[0], seed)
-    same_bits(lambda: quantized.run(made, is_integer, **masks))
+    masks = random_masks(draw, case, seed)
+    same_bits(lambda: run(case, given, way=way, **masks))
+
+
+@pytest.mark.parametrize("storage", ELEMENTS)
+def test_the_same_bits_whatever_the_rows_at_once(storage: str, same_bits: ForThreads, monkeypatch: pytest.MonkeyPatch):
+    case, given = make(storage, 700, 1, 2, 4, 300)
+    results = []
+    for rows in (32, 256, 1200):
+        monkeypatch.setattr(workspace, "_MOST_ROWS", rows)
+        same_bits(lambda: attend_to_prompt(case, given, causal=True))
+        results.append([array.tobytes() for array in attend_to_prompt(case, given, causal=True)])
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,68 +1,32 @@
 """Sums of the outputs of gated experts by one call, against float64."""
 
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from hf_hybrid_cache.kernels import (
-    ExpertCall,
-    PanelLayout,
-    Products,
-    add_up_experts,
-    factor_of,
-    get_num_threads,
-    quantize_panels,
-    set_num_threads,
-)
-from kernels.test_chosen import COUNT, choices, random_numbers
-from kernels.test_panels import taken_apart
+from hf_hybrid_cache.kernels import ExpertCall, Products, add_up_experts
+from kernels.test_panels import random_numbers
+from kernels.test_products import COUNT, Weights, choices, every_number_of_threads, weights
 
 # Hidden and gated columns; those of a vector, of a row's step and of a group are straddled.
 SHAPES = [(1, 1), (16, 16), (33, 17), (100, 50), (96, 130), (256, 96)]
 # Tokens and their choices; the last ones are more than a thread gates at a time.
 TOKENS = [(1, 1), (1, 4), (3, 2), (40, 6)]
-Kernel = Callable[[ExpertCall], int]
 
 
-class Weights(NamedTuple):
-    """The kernel of some experts, and their weights in float64."""
+class Experts(NamedTuple):
+    """The weights of gated experts: those of gates and what is gated, and those of the way back."""
 
-    kernel: Kernel
-    up: np.ndarray
-    down: np.ndarray
-    kept: tuple[object, ...]
+    up: Weights
+    down: Weights
 
-
-def plain(hidden: int, gated: int, storage: str, is_transposed: bool = False) -> Weights:
-    up, exact_up = random_numbers(COUNT, 2 * gated, hidden, storage=storage)
-    down, exact_down = random_numbers(COUNT, hidden, gated, storage=storage, seed=1)
-    given, is_bfloat16 = [], storage == "bfloat16"
-    for weights in (up, down):
-        held = np.ascontiguousarray(weights.transpose(0, 2, 1)) if is_transposed else weights
-        products = Products.of_numbers(held.ctypes.data, *weights.shape, is_bfloat16, is_transposed)
-        given.append((products, held))
-    (of_up, up), (of_down, down) = given
-    return Weights(lambda call: add_up_experts(of_up, of_down, call), exact_up, exact_down, (up, down))
+    def add_up(self, call: ExpertCall) -> int:
+        return add_up_experts(self.up.products, self.down.products, call)
 
 
-@cache
-def quantized(hidden: int, gated: int, bits: int) -> Weights:
-    products, exact, kept = [], [], []
-    for seed, shape in enumerate(((2 * gated, hidden), (hidden, gated))):
-        layout = PanelLayout(bits, *shape, 32)
-        panels = np.empty((COUNT, layout.num_bytes), np.uint8)
-        factors = [factor_of(4.0 * 2.0**index) for index in range(COUNT)]
-        given, _ = random_numbers(COUNT, *shape, seed=seed)
-        for index, factor in enumerate(factors):
-            quantize_panels(given[index] * np.float32(2.0**index), layout, factor, panels[index])
-        products.append(Products.of_panels(panels.ctypes.data, layout, factors))
-        exact.append(np.array([taken_apart(panels[index], layout, factors[index])[0] for index in range(COUNT)]))
-        kept.append(panels)
-    up, down = products
-    return Weights(lambda call: add_up_experts(up, down, call), *exact, (*kept, *products))
+def experts(kind: str, hidden: int, gated: int, storage: str = "float32") -> Experts:
+    return Experts(weights(kind, 2 * gated, hidden, storage), weights(kind, hidden, gated, storage, seed=1))
 
 
 class Given(NamedTuple):
@@ -91,7 +55,7 @@ def given(
     )
 
 
-def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
+def run(experts: Experts, given: Given, wrong: int = 0) -> np.ndarray:
     out = np.full((len(given.tokens), given.tokens.shape[1]), 7, np.float32)
     chosen = np.ascontiguousarray(given.chosen, np.int64)
     up_bias, down_bias = (0 if each is None else each.ctypes.data for each in (given.up_bias, given.down_bias))
@@ -107,11 +71,11 @@ def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
         down_bias=down_bias,
         out=out.ctypes.data,
     )
-    assert kernel(call) == wrong
+    assert experts.add_up(call) == wrong
     return out
 
 
-def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
+def expected(experts: Experts, given: Given) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums, and their largest possible values if nothing cancelled out."""
     tokens, router_weights, up_bias, down_bias = given.exact
     assert tokens is not None
@@ -121,7 +85,7 @@ def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
         for index, router_weight in zip(choices_of_token, router_weights[token], strict=True):
             if not 0 <= index < COUNT:
                 continue
-            up, down = weights.up[index], weights.down[index]
+            up, down = experts.up.exact[index], experts.down.exact[index]
             states = up @ tokens[token] + (0 if up_bias is None else up_bias[index])
             largest = np.abs(up) @ np.abs(tokens[token]) + (0 if up_bias is None else np.abs(up_bias[index]))
             gate, linear = np.split(states, 2)
@@ -136,51 +100,31 @@ def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.parametrize("kind", ["rows", "columns", "8", "4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "of_token"), TOKENS)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["", "transposed"])
-def test_sums_of_experts_are_those_in_float64(shape, tokens, of_token, storage, has_bias, is_transposed):
-    weights, asked = plain(*shape, storage, is_transposed), given(*shape, tokens, of_token, storage, has_bias)
-    sums, sizes = expected(weights, asked)
-    assert (np.abs(run(weights.kernel, asked) - sums) <= 3e-6 * sizes).all()
+def test_sums_of_experts_are_those_in_float64(kind, shape, tokens, of_token, storage, has_bias):
+    """Quantized experts compute with their decoded weights."""
+    some, asked = experts(kind, *shape, storage), given(*shape, tokens, of_token, storage, has_bias)
+    sums, sizes = expected(some, asked)
+    # With codes, tokens, and what is gated, are rounded to 16 bits of the largest in their group.
+    most = 3e-6 * sizes if kind in ("rows", "columns") else 1e-4 * sizes + 1e-6
+    assert (np.abs(run(some, asked) - sums) <= most).all()
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("tokens", "of_token"), TOKENS)
-@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_sums_of_coded_experts_are_those_of_the_decoded_ones(shape, tokens, of_token, storage, bits):
-    weights, asked = quantized(*shape, bits), given(*shape, tokens, of_token, storage, has_bias=bits == 8)
-    sums, sizes = expected(weights, asked)
-    # Tokens, and what is gated, are rounded to 16 bits of the largest in their group.
-    assert (np.abs(run(weights.kernel, asked) - sums) <= 1e-4 * sizes + 1e-6).all()
-
-
-@pytest.mark.parametrize("kind", ["plain", "quantized"])
+@pytest.mark.parametrize("kind", ["rows", "4"])
 def test_many_numbers_are_shared_out_to_the_same_sums(kind):
-    shape = 320, 96
-    weights = plain(*shape, "bfloat16") if kind == "plain" else quantized(*shape, 4)
-    asked = given(*shape, 400, 3, "bfloat16")
-    together = run(weights.kernel, asked)
-    sums, sizes = expected(weights, asked)
+    some, asked = experts(kind, 320, 96, "bfloat16"), given(320, 96, 400, 3, "bfloat16")
+    together = run(some, asked)
+    sums, sizes = expected(some, asked)
     assert (np.abs(together - sums) <= 1e-4 * sizes).all()
-    for threads in range(1, get_num_threads() + 1):
-        set_num_threads(threads)
-        try:
-            alone = [
-                run(
-                    weights.kernel,
-                    asked._replace(
-                        tokens=asked.tokens[i:j], chosen=asked.chosen[i:j], router_weights=asked.router_weights[i:j]
-                    ),
-                )
-                for i, j in ((0, 1), (1, 9), (9, 400))
-            ]
-        finally:
-            set_num_threads(None)
+    for _ in every_number_of_threads():
+        alone = []
+        for part in (slice(0, 1), slice(1, 9), slice(9, 400)):
+            of_part = [each[part] for each in (asked.tokens, asked.chosen, asked.router_weights)]
+            alone.append(run(some, asked._replace(**dict(zip(Given._fields, of_part, strict=False)))))
         assert (np.concatenate(alone) == together).all()
 
 
@@ -189,11 +133,13 @@ def test_the_gate_is_a_silu_at_every_size(gate):
     up = np.zeros((COUNT, 34, 1), np.float32)
     up[:, :17], up[:, 17:] = gate, 1
     down = np.ones((COUNT, 1, 17), np.float32)
-    weights = [Products.of_numbers(each.ctypes.data, *each.shape, is_bfloat16=False) for each in (up, down)]
+    some = Experts(
+        *(Weights(Products.of_numbers(w.ctypes.data, *w.shape, is_bfloat16=False), w, w) for w in (up, down))
+    )
     asked = given(1, 17, 1, 1)._replace(
         tokens=np.ones((1, 1), np.float32), chosen=np.array([[0]]), router_weights=np.ones((1, 1), np.float32)
     )
-    out = run(lambda call: add_up_experts(*weights, call), asked)
+    out = run(some, asked)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = 17 * np.float64(gate) / (1 + np.exp(-np.float64(gate)))
     np.testing.assert_allclose(out[0, 0], exact, rtol=1e-6, atol=1e-35)
@@ -201,19 +147,17 @@ def test_the_gate_is_a_silu_at_every_size(gate):
 
 @pytest.mark.parametrize("index", [-1, COUNT + 1, 2**40])
 def test_indices_of_no_expert_are_counted_and_add_nothing(index):
-    weights, asked = plain(40, 20, "float32"), given(40, 20)
+    some, asked = experts("rows", 40, 20), given(40, 20)
     asked = asked._replace(chosen=np.array([[0, index], [index, index], [1, 2]]))
-    out = run(weights.kernel, asked, wrong=3)
-    sums, sizes = expected(weights, asked)
+    out = run(some, asked, wrong=3)
+    sums, sizes = expected(some, asked)
     assert (np.abs(out - sums) <= 3e-6 * sizes).all()
     assert (out[1] == 0).all()
 
 
 def test_what_is_not_finite_in_an_expert_reaches_only_those_who_chose_it():
-    weights, asked = plain(40, 20, "float32"), given(40, 20)
-    up, _ = weights.kept
-    assert isinstance(up, np.ndarray)
-    up[3, 39, 5] = np.nan
-    out = run(weights.kernel, asked._replace(chosen=np.array([[0, 1], [2, 3], [4, 5]])))
+    up, down = weights.__wrapped__("rows", 40, 40), weights("rows", 40, 20)
+    up.kept[3, 39, 5] = np.nan
+    out = run(Experts(up, down), given(40, 20)._replace(chosen=np.array([[0, 1], [2, 3], [4, 5]])))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[[0, 2]]).all()

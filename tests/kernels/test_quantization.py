@@ -1,11 +1,13 @@
 """Coding and decoding of blocks, against records that are taken apart code by code in float64."""
 
 import hypothesis.strategies as st
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout, dequantize_blocks, quantize_blocks
+from hf_hybrid_cache.kernels.vector.rotation import rotate, rotation_size
 from kernels.reference import from_record, hadamard, stored
 
 from common.soak import count, search_at_random
@@ -127,3 +129,18 @@ def test_covering_less_than_the_range_moves_only_what_is_beyond_it():
     packed = quantize_blocks(states, layout, share=0.5)
     numbers, _ = taken_apart(packed, layout, 0, 0)
     np.testing.assert_allclose(np.unique(numbers[:, 0]), [-0.5, -1 / 6, 1 / 6, 0.5], atol=0.01)
+
+
+@numba.njit
+def rotated_in_place(numbers: np.ndarray, dim: int, size: int) -> None:
+    rotate(numbers.ctypes.data, dim, size)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4, 20, 24, 64, 80, 96, 128, 192, 256])
+def test_rotation_when_applied_then_equals_hadamard_and_keeps_padding(dim: int):
+    numbers = np.zeros(-(-dim // 16) * 16, np.float32)
+    numbers[:dim] = np.random.default_rng(dim).standard_normal(dim)
+    expected = numbers[:dim] @ hadamard(dim)
+    rotated_in_place(numbers, dim, rotation_size(dim))
+    assert np.abs(numbers[:dim] - expected).max() <= 1e-6 * np.abs(expected).max() * dim**0.5
+    assert (numbers[dim:] == 0).all()

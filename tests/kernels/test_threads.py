@@ -23,7 +23,7 @@ from hf_hybrid_cache.kernels.vector.threads import (
     _processors,
     _processors_at_a_time,
 )
-from kernels.test_attention import make, run
+from kernels.calls import make, run
 
 from common.programs import run_program
 

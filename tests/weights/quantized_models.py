@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
+from models.tiny_models import random_prompt
+
 IN_4_BITS = QuantizedWeightsConfig(bits=4)
 
 
@@ -23,6 +25,12 @@ def with_dense_weights(model: PreTrainedModel) -> PreTrainedModel:
             if isinstance(weight, QuantizedWeight):
                 module._parameters[name] = nn.Parameter(weight.dense())
     return model
+
+
+def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
+    ids = random_prompt(2, num_tokens).clamp(max=model.config.get_text_config().vocab_size - 1)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
 
 
 def note_operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -30,7 +30,7 @@ from common.modes import MODES, NOT_IN_TRANSFORMERS, skipped_where_stock_fails
 from models.architectures import small_model
 from models.expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
 from models.tiny_models import random_prompt, tiny_model
-from weights.quantized_models import with_dense_weights
+from weights.quantized_models import logits, with_dense_weights
 
 # transformers' `ExpertsInterface` does not know these experts.
 OTHER_FORMS = {
@@ -45,12 +45,6 @@ CACHES = {
 }
 # One token, few, and more than an expert takes at once.
 TOKEN_COUNTS = [1, 7, 40]
-
-
-def logits(model: PreTrainedModel, num_tokens: int = 7) -> torch.Tensor:
-    ids = random_prompt(2, num_tokens).clamp(max=model.config.get_text_config().vocab_size - 1)
-    with torch.no_grad():
-        return model(input_ids=ids).logits
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, share: float) -> None:
@@ -164,36 +158,6 @@ def test_tokens_are_those_of_dynamic_cache_in_every_mode(family, mode, cache):
             assert torch.equal(mine, other) if isinstance(other, torch.Tensor) else mine == other
 
 
-def test_gradients_are_those_of_experts_one_after_the_other():
-    model = expert_model("qwen3_moe")
-    ids = random_prompt(2, 12)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        return [weight.grad for weight in model.parameters() if weight.grad is not None]
-
-    theirs = gradients()
-    with move_experts_to_host(model, temporary=True):
-        ours = gradients()
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine, other, 1e-4)
-
-
-def test_autocast_when_entered_then_sets_the_output_dtype():
-    model = expert_model("qwen3_moe")
-    with move_experts_to_host(model, temporary=True), torch.autocast("cpu", torch.bfloat16):
-        assert logits(model).dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_a_compiled_model_computes_the_same():
-    model = expert_model("mixtral")
-    move_experts_to_host(model)
-    torch.testing.assert_close(logits(torch.compile(model, backend="aot_eager")), logits(model), rtol=1e-4, atol=1e-4)
-    torch.compiler.reset()
-
-
 # --- which experts are read
 
 
@@ -253,31 +217,6 @@ def test_experts_when_there_are_no_tokens_then_give_none():
 # --- for how long, and which models
 
 
-def test_host_experts_block_when_ended_anyhow_then_model_is_restored():
-    model = expert_model("qwen3_moe")
-    model.set_experts_implementation("batched_mm")
-    before = dict(model.named_parameters())
-
-    def interrupted() -> None:
-        with move_experts_to_host(model, 4, temporary=True):
-            assert model.config._experts_implementation == "hf_hybrid_cache"
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert model.config._experts_implementation == "batched_mm"
-    assert all(weight is before[name] for name, weight in model.named_parameters())
-
-
-def test_permanent_and_temporary_changes_compute_the_same():
-    model = expert_model("qwen3_moe")
-    with move_experts_to_host(model, 4, temporary=True) as report:
-        theirs = logits(model)
-    moved = move_experts_to_host(model, 4)
-    assert torch.equal(logits(model), theirs)
-    assert moved == report
-
-
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_the_report_counts_experts_and_bytes(bits):
     model = expert_model("qwen3_moe")
@@ -307,13 +246,6 @@ def test_experts_when_quantized_already_then_are_counted_and_kept():
     assert torch.equal(logits(model), theirs)
     with pytest.raises(ValueError, match=r"can be quantized: .* is quantized already"):
         move_experts_to_host(model, 4)
-
-
-def test_quantized_weights_when_block_ends_then_implementation_is_restored():
-    model = expert_model("qwen3_moe")
-    with quantize_weights(model, 8, temporary=True):
-        assert model.config._experts_implementation == "hf_hybrid_cache"
-    assert model.config._experts_implementation == "eager"
 
 
 def test_a_dense_model_is_refused_by_name():

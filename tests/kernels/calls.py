@@ -1,0 +1,235 @@
+"""
+Calls of the attention kernels: made at random, run in each way, and compared with float64.
+
+    case, stored = make("bfloat16", 70, first=1, coded=3, group=4)  # 64 tokens, three blocks of codes, 70 tokens
+    check(case, stored, way="integers", causal=True)
+
+A way is "few", the kernel of decode steps; "integers", the same with queries and weights as integers where it reads
+codes; or "many", the kernel of prompts, whose queries have the type of the keys.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hf_hybrid_cache.attention.queries import causal_tokens, seen_tokens
+from hf_hybrid_cache.kernels import (
+    BLOCK,
+    PackedLayout,
+    QuantizedBlocks,
+    Shape,
+    Strided,
+    Workspace,
+    attend_many,
+    value_width,
+)
+from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products, set_integer_kernels, uses_integer_kernels
+from kernels.reference import (
+    Case,
+    attention,
+    attention_weights,
+    causal_as_visible,
+    random_quantized,
+    stored,
+    to_bfloat16,
+    to_blocks,
+)
+
+# Relative to the largest value, for scores up to this: float32 holds a score to 6e-8 of itself, and adds up a few
+# such roundings. torch's own attention in float32 reaches 2.8e-6 there.
+BOUND, SCORES = 4e-6, 20.0
+# Integers round the query and the weights: for codes of 8 bits to 16, for others to 8.
+OF_INTEGERS, OF_8_BITS = 2e-3, 4e-4
+# Where the processor multiplies pairs of bfloat16, weights and dequantized states of prompts are rounded to it.
+OF_BFLOAT16 = 2**-9 if has_bfloat16_products() else BOUND
+needs_dot_product = pytest.mark.skipif(
+    not uses_integer_kernels(), reason="the processor has no integer dot products (x86-64 with AVX2)"
+)
+INTEGERS = pytest.param("integers", marks=needs_dot_product)
+FEW_WAYS = pytest.mark.parametrize("way", ["few", INTEGERS])
+FLOAT_WAYS = pytest.mark.parametrize("way", ["few", "many"])
+EVERY_WAY = pytest.mark.parametrize("way", ["few", INTEGERS, "many"])
+
+
+class Stored(NamedTuple):
+    """Keys and values in full precision as bits `[batch, num_kv_heads, tokens, dim]`, and the codes between them."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    codes: QuantizedBlocks | None = None
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
+        keys = to_blocks(self.keys, transposed=True, width=self.keys.shape[3])
+        return keys, to_blocks(self.values, transposed=False, width=value_width(self.values.shape[3]))
+
+
+def make(
+    storage: str,
+    tokens: int,
+    batch: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 1,
+    length: int = 1,
+    dims: tuple[int, int] = (64, 64),
+    first: int = 0,
+    coded: int = 0,
+    bits: tuple[int, int] = (4, 4),
+    lanes: int = 64,
+    is_rotated: bool = True,
+    seed: int = 0,
+    rounded_query: bool = False,
+) -> tuple[Case, Stored]:
+    """Random numbers of `first` blocks, `coded` blocks and `tokens`; a rounded query is in `storage`, too."""
+    generator = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    query = normal(batch, num_kv_heads * group, length, dims[0])
+    query = stored(query, storage)[1] if rounded_query else query.astype(np.float64)
+    states, full, packed = [], [], []
+    for is_value, dim in enumerate(dims):
+        before, between = first * BLOCK, np.empty((batch, num_kv_heads, 0, dim))
+        if coded:
+            sizes = batch, num_kv_heads, coded, dim
+            quantized = random_quantized(generator, sizes, bits[is_value], lanes, not is_value, is_rotated)
+            packed.append(quantized.packed)
+            between = quantized.states
+        in_full, exact = stored(normal(batch, num_kv_heads, before + tokens, dim), storage)
+        states.append(np.concatenate([exact[:, :, :before], between, exact[:, :, before:]], axis=2))
+        full.append(in_full)
+    codes = None
+    if coded:
+        layouts = (
+            PackedLayout.of_keys(bits[0], dims[0], lanes, is_rotated),
+            PackedLayout.of_values(bits[1], dims[1], lanes, is_rotated),
+        )
+        assert [part.shape[2] for part in packed] == [layout.num_bytes for layout in layouts]
+        codes = QuantizedBlocks(*packed, first, coded, *layouts)
+    return Case(query, *states), Stored(full[0], full[1], codes)
+
+
+def run(
+    case: Case, stored: Stored, scale: float = 0.125, way: str = "few", **masks: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attend; return the result `[batch, query_heads, query_length, value_dim]` and the log-sum-exp."""
+    if way == "many":
+        return attend_to_prompt(case, stored, scale, **masks)
+    if stored.codes is not None:
+        set_integer_kernels(None if way == "integers" else False)
+        assert uses_integer_kernels() == (way == "integers")
+    workspace = workspace_of(case)
+    out = attend_in(workspace, case, stored, scale, **masks)
+    return out, workspace.lse.copy()
+
+
+def workspace_of(case: Case) -> Workspace:
+    batch, _, length, key_dim = case.query.shape
+    return Workspace(Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3]))
+
+
+def attend_in(workspace: Workspace, case: Case, stored: Stored, scale: float = 0.125, **masks: Any) -> np.ndarray:
+    options = causal_as_visible(case, **masks)
+    return attend_to(workspace, case.query, *stored.blocks(), case.tokens, scale, quantized=stored.codes, **options)
+
+
+def attend_to(workspace: Workspace, query: np.ndarray, *arguments: Any, **options: Any) -> np.ndarray:
+    """
+    Attend with `query`, `[batch, query_heads, query_length, key_dim]`, which is given in bfloat16 if it fits that.
+
+    Heads of a token follow each other in memory, as those of a model do. The output is that in the workspace; what is
+    written elsewhere must be the same, rounded.
+    """
+    given = torch.from_numpy(query.astype(np.float32)).transpose(1, 2).contiguous().transpose(1, 2)
+    if torch.equal(given, given.bfloat16().float()):
+        given = given.bfloat16()
+    workspace.attend(_strided(given), *arguments, **options)
+    written = torch.empty(*given.shape[:3], workspace.shape.value_dim, dtype=given.dtype)
+    workspace.attend(_strided(given), *arguments, **options, out=_strided(written))
+    expected = torch.from_numpy(workspace.out).to(written.dtype)
+    torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+    return workspace.out.copy()
+
+
+def _strided(states: torch.Tensor) -> Strided:
+    sequence, head, token = (stride * states.element_size() for stride in states.stride()[:3])
+    return Strided(states.data_ptr(), sequence, head, token, states.dtype == torch.bfloat16)
+
+
+def attend_to_prompt(
+    case: Case, stored: Stored, scale: float = 0.125, out_dtype: torch.dtype = torch.float32, **masks: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attend with many queries, in transformers' layout, one token after the other, and in the type of the keys."""
+    batch, heads, length, key_dim = case.query.shape
+    query = torch.from_numpy(query_of_prompt(case, stored)).float().transpose(1, 2).contiguous()
+    query = query.bfloat16() if stored.keys.dtype == np.uint16 else query
+    value_dim = case.values.shape[3]
+    out = torch.empty(batch, length, heads, value_dim, dtype=out_dtype)
+    lse = np.empty((batch, heads, length), np.float32)
+    visible, ranges = masks.get("visible"), np.array([[[[0, case.tokens]]]])
+    if masks.get("causal"):
+        ranges = causal_tokens(length, case.tokens).ranges
+        if visible is not None:
+            visible = visible & (np.arange(case.tokens) < ranges[..., 1:])
+    if visible is not None:
+        seen = seen_tokens(torch.from_numpy(visible).bool())
+        ranges, visible = seen.ranges, seen.visible
+    strided = (_strided(each.transpose(1, 2)) for each in (query, out))
+    sizes = case.tokens, key_dim, value_dim, scale
+    attend_many(*strided, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes)
+    return out.transpose(1, 2).float().numpy(), lse
+
+
+def query_of_prompt(case: Case, stored: Stored) -> np.ndarray:
+    """Return the query in the type of the keys, in float64."""
+    return to_bfloat16(case.query)[1] if stored.keys.dtype == np.uint16 else case.query
+
+
+def check(case: Case, stored: Stored, scale: float = 0.125, way: str = "few", **masks: Any) -> None:
+    """Run a call, and compare it with float64 within what its types and its way round."""
+    if way == "many":
+        case = Case(query_of_prompt(case, stored), case.keys, case.values)
+    out, lse = run(case, stored, scale, way, **masks)
+    expected, expected_lse = attention(case, scale, **masks)
+    bound, lse_bound = bound_of(case, stored, scale, way), np.zeros(1)
+    if way == "integers" and bound != OF_8_BITS:
+        lse_bound = 4 * error_of_a_score(case, scale) * spread_of_weights(case, scale, **masks)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound * np.abs(case.values).max())
+    seen = ~np.isneginf(expected_lse)
+    np.testing.assert_array_equal(~np.isneginf(lse), seen)
+    largest = np.maximum(bound + bound * np.abs(expected_lse), lse_bound)  # infinite where nothing is seen
+    np.testing.assert_array_less(np.abs(lse[seen] - expected_lse[seen]), largest[seen])
+
+
+def bound_of(case: Case, stored: Stored, scale: float, way: str) -> float:
+    """Return the largest error, relative to the largest value."""
+    if way == "many" and stored.keys.dtype == np.uint16:
+        return 2 * OF_BFLOAT16  # keys of codes are rounded as well, and rotated queries
+    if way != "integers":
+        return BOUND
+    assert stored.codes is not None
+    if stored.codes.key_layout.bits == stored.codes.value_layout.bits == 8:
+        return OF_8_BITS
+    # The effect of rounding a score is relative to the spread of scores.
+    scores = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)) * scale
+    return OF_INTEGERS * max(1.0, float(scores.std(axis=3).max()))
+
+
+def error_of_a_score(case: Case, scale: float) -> np.ndarray:
+    """Return the standard deviation of a score's error where queries are rounded to 8 bits."""
+    step = np.abs(case.query).max(axis=3) / 127
+    return scale * step / np.sqrt(12) * np.linalg.norm(case.keys, axis=3).max()
+
+
+def spread_of_weights(case: Case, scale: float, **masks: Any) -> np.ndarray:
+    """Return the fraction of a score's error that is left in the log-sum-exp, which averages: 1 for a single token."""
+    weights, _ = attention_weights(case, scale, **masks)
+    return np.sqrt((weights**2).sum(axis=3))
+
+
+def scale_for_scores(case: Case, highest: float) -> float:
+    """Return the scale with which the highest score is `highest`."""
+    products = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))
+    return float(np.float32(highest / np.abs(products).max()))
