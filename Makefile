@@ -68,7 +68,7 @@ docs: $(VENV)/.docs
 
 # Every cache at every context on the CPU, in less than an hour on two cores; goes on where it was stopped.
 sweep: $(VENV)/.test
-	$(BIN)/python -m experiments.context_sweep --contexts 1024 2048 4096 8192 --new-tokens 100 --prefill-limit 15
+	$(BIN)/python -m experiments.context_sweep --contexts 1024 2048 4096 8192 --new-tokens 100
 	$(BIN)/python -m experiments.context_sweep --contexts 16384 32768 65536 131072 --new-tokens 20
 	$(BIN)/python -m experiments.report
 
@@ -78,39 +78,26 @@ sweep-gpu: $(VENV)/.test
 	$(BIN)/python -m experiments.report
 
 # All that is measured on a GPU, best worth first, in so many minutes; goes on where it was stopped. It needs no environment and no
-# network: PYTHON has torch and transformers, and WHEELS is a folder that `make gpu-wheels` has filled, if anything else is missing.
+# network: PYTHON has torch, transformers, Triton, Numba, psutil, pytest and hypothesis. WHEELS is a folder that `make gpu-wheels` has filled.
 MINUTES ?= 25
 WHEELS ?=
 GPU_OPTIONS ?=
-PACKAGES := $(CURDIR)/build/gpu-packages
 NEWEST := $(CURDIR)/build/gpu-transformers
 # The environment of the other targets, where there is one.
 RUNNER := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-UNPACK := -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target
-GPU_WHEELS := $(if $(WHEELS),$(wildcard $(WHEELS)/*.whl))
-GPU_TRANSFORMERS := $(if $(WHEELS),$(wildcard $(WHEELS)/transformers/*.whl))
-gpu: $(if $(GPU_WHEELS),$(PACKAGES)/.unpacked) $(if $(GPU_TRANSFORMERS),$(NEWEST)/.unpacked)
-	PYTHONPATH=$(PACKAGES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(RUNNER) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) \
-		$(if $(GPU_TRANSFORMERS),--other-transformers $(NEWEST))
-
-$(PACKAGES)/.unpacked: $(GPU_WHEELS)
-	$(RUNNER) $(UNPACK) $(PACKAGES) $^
-	touch $@
+GPU_TRANSFORMERS := $(if $(WHEELS),$(wildcard $(WHEELS)/*.whl))
+gpu: $(if $(GPU_TRANSFORMERS),$(NEWEST)/.unpacked)
+	$(RUNNER) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) $(if $(GPU_TRANSFORMERS),--other-transformers $(NEWEST))
 
 $(NEWEST)/.unpacked: $(GPU_TRANSFORMERS)
-	$(RUNNER) $(UNPACK) $(NEWEST) $^
+	$(RUNNER) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $(NEWEST) $^
 	touch $@
 
-# What a machine with torch, transformers, Triton, Numba, psutil, pytest and hypothesis may lack, for its Python; and the newest
-# transformers, for the tests to run with too. Its own stays the one that is measured.
+# The newest transformers for another machine and its Python, for the tests to run with too. Its own stays the one that is measured.
 GPU_PYTHON ?= 3.12
-DOWNLOAD := -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: -c constraints.txt \
-	--python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform any
-FILLED := $(or $(WHEELS),build/wheels)
 gpu-wheels:
-	$(PYTHON) $(DOWNLOAD) -d $(FILLED) attrs jsonschema jsonschema-specifications optimum-quanto referencing rpds-py termcolor
-	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt -w $(FILLED) hqq
-	$(PYTHON) $(DOWNLOAD) -d $(FILLED)/transformers transformers
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: -c constraints.txt \
+		--python-version $(GPU_PYTHON) -d $(or $(WHEELS),build/wheels) transformers
 
 # Figures and pages again, from the records.
 report: $(VENV)/.test

@@ -1,166 +1,202 @@
-"""Figures, and the page of the sweep, from committed records and never from a new measurement."""
+"""
+Write figures, tables and pages from committed records, never from new measurements: `python -m experiments.report`.
+
+In `docs/results.md` a comment before a table says which record its rows come from, and how a row looks:
+
+    <!-- rows append_cost/MACHINE: | {tokens:,} | {median_seconds[ours]:ms} | {ratio:x} | -->
+    | tokens | ours | faster |
+    |---|---|---|
+    | 1,024 | 0.12 ms | 1.6x |
+
+The rows are the record's `cells`, or what a path after the record names: `cells.-1.caches` has a row for each cache,
+with its name. Where a record lacks a figure the row has nothing, and a row without any figure is left out. Several
+comments before a table give it their rows in turn.
+"""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from experiments.common import pictures
 from experiments.common.records import RESULTS
-from experiments.gpu.page import write_all
-from experiments.sweep.drawing import draw_all
+from experiments.gpu import page as gpu
+from experiments.sweep import drawing
+from experiments.sweep import page as sweep
 
+PAGE = RESULTS.parent / "docs" / "results.md"
+GPU_START, GPU_END = "<!-- measured on a GPU -->", "<!-- end -->"
 # Okabe and Ito's palette, whose colours the colour-blind can tell apart.
 STOCK_COLOUR, OUR_COLOUR, OTHER_COLOUR, CEILING_COLOUR = "#D55E00", "#0072B2", "#CC79A7", "#666666"
-
-
-@dataclass(frozen=True)
-class Plot:
-    """
-    A figure of times against tokens, ours and stock.
-
-    Attributes:
-        records: folder in `results` that it is drawn from.
-        tokens_key: of a cell, on the x axis.
-        x_label: of that axis.
-        y_label: of the other one.
-        our_label: of our curve.
-        also: another folder, whose curve of ours is drawn as well, with its own ratio to stock; `None` for none.
-        also_label: of that curve.
-    """
-
-    records: str
-    tokens_key: str
-    x_label: str
-    y_label: str
-    our_label: str = "DynamicHybridCache"
-    also: str | None = None
-    also_label: str = ""
-
-
-PLOTS = (
-    Plot("append_cost", "tokens", "tokens stored", "milliseconds for one more, one layer"),
-    Plot(
-        "decode_speed/llama-3.2-1b-random",
-        "context_tokens",
-        "context, tokens",
-        "milliseconds a token, whole model",
-        also="decode_speed/llama-3.2-1b-random-4-bits",
-        also_label="QuantizedHybridCache(bits=4)",
-    ),
-    Plot(
-        "decode_speed/llama-3.2-1b-random-4-bits",
-        "context_tokens",
-        "context, tokens",
-        "milliseconds a token, whole model",
-        "QuantizedHybridCache(bits=4)",
-    ),
-)
-QUALITY = "quality/perplexity"
-Drawing = Callable[[dict[str, Any], Axes], None]
+QUALITY, DECODE = "quality/perplexity", "decode_speed/llama-3.2-1b-random"
 # Worse than this is no use, and would press everything else together.
 _MOST_DIVERGENCE = 1.0
+_ROWS = re.compile(r"<!-- rows (?P<record>\S+?)(?: (?P<path>\S+))?: (?P<row>.*) -->")
+# Factor and unit of a figure with three digits.
+_UNITS = {"s": (1.0, " s"), "ms": (1e3, " ms"), "MiB": (2.0**-20, " MiB"), "GiB": (2.0**-30, " GiB")}
+Record = dict[str, Any]
 
 
-def load_records(folder: str) -> dict[str, dict[str, Any]]:
+def load_records(folder: str) -> dict[str, Record]:
     """Records in a folder of `results`, by machine."""
     return {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))}
 
 
-def draw(plot: Plot, record: dict[str, Any], axes: Axes, other: dict[str, Any] | None = None) -> None:
-    """Medians of ours and stock, with their ratio above each length, and the ceiling where the record has one."""
-    cells = sorted(record["cells"], key=lambda cell: cell[plot.tokens_key])
-    tokens = [cell[plot.tokens_key] for cell in cells]
-    curves = (
-        ("stock", "transformers DynamicCache", STOCK_COLOUR, "s"),
-        ("ours", plot.our_label, OUR_COLOUR, "o"),
-    )
-    for key, label, colour, marker in curves:
-        medians = [cell["median_seconds"][key] * 1e3 for cell in cells]
-        axes.plot(tokens, medians, marker=marker, color=colour, label=label)
-    if other is not None:
-        beside = sorted(other["cells"], key=lambda cell: cell[plot.tokens_key])
-        medians = [cell["median_seconds"]["ours"] * 1e3 for cell in beside]
-        places = [cell[plot.tokens_key] for cell in beside]
-        axes.plot(places, medians, marker="P", color=OTHER_COLOUR, label=plot.also_label)
-        for cell, place, median in zip(beside, places, medians, strict=True):
-            offset = partial(axes.annotate, xytext=(0, -16), textcoords="offset points", ha="center")
-            offset(_times(cell["ratio"]), (place, median), color=OTHER_COLOUR)
-    if all("ceiling_seconds" in cell for cell in cells):
-        ceilings = [cell["ceiling_seconds"] * 1e3 for cell in cells]
-        axes.plot(tokens, ceilings, "--", color=CEILING_COLOUR, label="reading weights and KV once")
-    for cell in cells:
-        highest = max(cell["median_seconds"][key] for key, *_ in curves) * 1e3
-        highest_point = (cell[plot.tokens_key], highest)
-        axes.annotate(_times(cell["ratio"]), highest_point, xytext=(0, 8), textcoords="offset points", ha="center")
+class Row(string.Formatter):
+    """Fills a row in: figures with units, signs or digits, the median of several, and nothing for what is missing."""
+
+    has_figure = False
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return None, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, list):
+            value = median(value)
+        self.has_figure |= not isinstance(value, str)
+        if format_spec == "x":
+            return f"{value:.0f}x" if value >= 10 else f"{value:.1f}x"
+        if format_spec in _UNITS:
+            factor, unit = _UNITS[format_spec]
+            return f"{_three_digits(value * factor)}{unit}"
+        return super().format_field(value, format_spec)
+
+
+def filled(template: str, figures: Record) -> str:
+    """Return a row with its figures; nothing if there is none."""
+    row = Row()
+    text = row.vformat(template, (), figures)
+    return text if row.has_figure else ""
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if value else "0"
+
+
+def rows_of(record: Record, path: str) -> list[Record]:
+    """Return a list that a path names, or of a mapping a row each, with all other figures of its name."""
+    found: Any = record
+    figures: Record = {}
+    for part in path.split("."):
+        if isinstance(found, dict):
+            figures |= {key: each for key, each in found.items() if isinstance(each, dict)}
+        found = found[int(part) if isinstance(found, list) else part]
+    if isinstance(found, list):
+        return found
+    rows = [{"name": name, **{key: each.get(name) for key, each in figures.items()}} for name in found]
+    return [row | value if isinstance(value, dict) else row for row, value in zip(rows, found.values(), strict=True)]
+
+
+def with_tables(text: str, load: Callable[[str], Record]) -> str:
+    """Return a page with the rows of its tables written anew."""
+    written: list[str] = []
+    lines = iter(text.splitlines())
+    for line in lines:
+        written.append(line)
+        rows: list[str] = []
+        while match := _ROWS.fullmatch(line):
+            found = rows_of(load(match["record"]), match["path"] or "cells")
+            rows += filter(None, (filled(match["row"], each) for each in found))
+            written.append(line := next(lines))
+        if rows:
+            written += [next(lines), *rows]
+            written.append(next(line for line in lines if not line.startswith("|")))
+    return "\n".join(written) + "\n"
+
+
+def load(name: str) -> Record:
+    """Load a record by its path in `results`, without the suffix."""
+    record: Record = json.loads((RESULTS / f"{name}.json").read_text())
+    if name.startswith(QUALITY):  # increases in shorter windows stand in the rows of the longest
+        *shorter, longest = sorted(record["cells"], key=lambda cell: cell["window_tokens"])
+        longest["shorter"] = {
+            name: {cell["window_tokens"]: cell["caches"][name]["increase"] for cell in shorter}
+            for name in longest["caches"]
+        }
+    return record
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each page that comes from records."""
+    before, rest = PAGE.read_text().split(GPU_START)
+    sections = "\n".join(gpu.section(machine, found) for machine, found in gpu.committed().items())
+    text = f"{before}{GPU_START}\n{sections}{GPU_END}{rest.split(GPU_END, 1)[1]}"
+    return {PAGE: with_tables(text, load), sweep.PAGE: sweep.page(drawing.all_records())}
+
+
+def draw_speed(record: Record, axes: Axes, other: Record | None = None) -> None:
+    """Medians of ours, in 4 bits too, and stock, with their ratio at each context, and the ceiling."""
+    cells = record["cells"]
+    curves = [("stock", "transformers DynamicCache", STOCK_COLOUR, "s", cells, 8)]
+    curves += [("ours", "DynamicHybridCache", OUR_COLOUR, "o", cells, 0)]
+    curves += [("ours", "QuantizedHybridCache(bits=4)", OTHER_COLOUR, "P", other["cells"], -16)] if other else []
+    for key, label, colour, marker, found, offset in curves:
+        places = [(cell["context_tokens"], cell["median_seconds"][key] * 1e3) for cell in found]
+        axes.plot(*zip(*places, strict=True), marker=marker, color=colour, label=label)
+        for cell, place in zip(found, places, strict=True) if offset else ():
+            ratio = Row().format_field(cell["ratio"], "x")
+            axes.annotate(ratio, place, (0, offset), textcoords="offset points", ha="center", color=colour)
+    tokens, ceilings = zip(*((cell["context_tokens"], cell["ceiling_seconds"] * 1e3) for cell in cells), strict=True)
+    axes.plot(tokens, ceilings, "--", color=CEILING_COLOUR, label="reading weights and KV once")
     axes.margins(y=0.12)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(tokens)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(plot.y_label)
+    pictures.style(axes, "context, tokens", "milliseconds a token, whole model")
     axes.set_title("Llama-3.2-1B shape, bfloat16, on the CPU", fontsize=11)
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
-
-
-def draw_quality(record: dict[str, Any], axes: Axes) -> None:
+def draw_quality(record: Record, axes: Axes) -> None:
     """Divergence from full precision against stored bytes, in the largest window; nearer to the corner is better."""
     windows = [cell for cell in record["cells"] if cell["measure"] == "perplexity"]
     cell = max(windows, key=lambda cell: cell["window_tokens"])
     rows = {name: row for name, row in cell["caches"].items() if not name.endswith(("-rotated", "-plain"))}
-    shown = {name: row for name, row in rows.items() if 0 < row["kl_nats"] < _MOST_DIVERGENCE}
-    for name, row in shown.items():
-        ours = name.startswith("ours")
-        place = (row["share_of_bfloat16"], row["kl_nats"])
-        axes.plot(*place, marker="o" if ours else "s", color=OUR_COLOUR if ours else STOCK_COLOUR)
-        axes.annotate(name, place, xytext=(6, 3), textcoords="offset points", fontsize=9)
-    left_out = [name for name, row in rows.items() if row["kl_nats"] >= _MOST_DIVERGENCE]
+    for name, row in rows.items():
+        if 0 < row["kl_nats"] < _MOST_DIVERGENCE:
+            ours = name.startswith("ours")
+            place = (row["share_of_bfloat16"], row["kl_nats"])
+            axes.plot(*place, marker="o" if ours else "s", color=OUR_COLOUR if ours else STOCK_COLOUR)
+            axes.annotate(name, place, xytext=(6, 3), textcoords="offset points", fontsize=9)
+    left_out = ", ".join(name for name, row in rows.items() if row["kl_nats"] >= _MOST_DIVERGENCE)
     axes.set_yscale("log")
     axes.margins(x=0.15, y=0.12)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel(
-        "bytes held, of a bfloat16 cache" + (f" (beyond the scale: {', '.join(left_out)})" if left_out else "")
-    )
+    axes.set_xlabel("bytes held, of a bfloat16 cache" + (f" (beyond the scale: {left_out})" if left_out else ""))
     axes.set_ylabel("KL divergence from full precision, nats")
-    tokens = cell["stored_tokens"]
-    axes.set_title(f"SmolLM2-135M, English text, {tokens:,} tokens, decoded in steps", fontsize=11)
+    axes.set_title(f"SmolLM2-135M, English text, {cell['stored_tokens']:,} tokens, decoded in steps", fontsize=11)
     axes.grid(alpha=0.3)
 
 
-def save(draw_packed: Drawing, record: dict[str, Any], path: Path) -> None:
-    """Write what `draw_packed` draws of a record as SVG and PNG."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw_packed(record, axes)
-    pictures.write(figure, path)
+def drawings() -> Iterator[tuple[Path, Callable[[Axes], None]]]:
+    """Yield the path of each figure that comes from one record, and the function that draws it."""
+    for machine, record in load_records(DECODE).items():
+        other = load_records(f"{DECODE}-4-bits").get(machine)
+        yield RESULTS / DECODE / machine, partial(draw_speed, record, other=other)
+    for machine, record in load_records(QUALITY).items():
+        yield RESULTS / QUALITY / machine, partial(draw_quality, record)
 
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "hf_hybrid_cache"  # the same record gives the same file
-    drawings: list[tuple[str, str, Drawing]] = [
-        (plot.records, machine, partial(draw, plot, other=load_records(plot.also).get(machine) if plot.also else None))
-        for plot in PLOTS
-        for machine in load_records(plot.records)
-    ]
-    drawings += [(QUALITY, machine, draw_quality) for machine in load_records(QUALITY)]
-    for folder, machine, draw_packed in drawings:
-        path = RESULTS / folder / machine
-        save(draw_packed, load_records(folder)[machine], path)
-        print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
-    for path in (*draw_all(), *write_all()):
+    for path, draw_into in drawings():
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        draw_into(axes)
+        pictures.write(figure, path)
+    for path, text in pages().items():
+        path.write_text(text)
+    for path in (*drawing.draw_all(), *pages()):
         print(f"written: {path.relative_to(RESULTS.parent)}")
 
 

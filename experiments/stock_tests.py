@@ -14,12 +14,10 @@ gradients, and with the same random numbers.
     python -m experiments.stock_tests ~/accelerate --files tests/test_hooks.py tests/test_big_modeling.py
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from experiments.stock_tests_plugin import CACHES
 
 FAMILIES = (
@@ -150,11 +149,8 @@ def table(cells: Iterable[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("stock_tests", __doc__)
     parser.add_argument("path", type=Path, help="a checkout of transformers or accelerate")
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/stock_tests)")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="which of ours")
     parser.add_argument("--files", nargs="+", default=FILES, help="in PATH (default: caches, generation, 13 families)")
     parser.add_argument(

@@ -43,5 +43,5 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        output = self._model(torch.tensor([self.tokens[-1:]]), **cache_argument(self.cache))
+        output = self._model(torch.tensor([self.tokens[-1:]], device=self._model.device), **cache_argument(self.cache))
         self.tokens.append(int(output.logits[0, -1].argmax()))

@@ -7,12 +7,18 @@ from pathlib import Path
 from hf_hybrid_cache.byte_sizes import parse_bytes
 
 
-def experiment_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the options of measurements that are compared with the read bandwidth."""
+def plain_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the option of every measurement: where its record goes."""
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help=f"folder of the record (default: in results/{experiment})")
+    return parser
+
+
+def experiment_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the options of measurements that are compared with the read bandwidth."""
+    parser = plain_parser(experiment, description)
     parser.add_argument(
         "--buffer-mib",
         type=int,

@@ -1,18 +1,17 @@
 """The cost of one more token: a one-token `update` of one Llama-3.2-1B layer, ours against `DynamicCache`."""
 
-import argparse
 import json
 import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill, llama_1b_config, random_states
 from hf_hybrid_cache import DynamicHybridCache
 
@@ -48,10 +47,9 @@ def measure(num_tokens: int, repeats: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = plain_parser("append_cost", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32_768, 131_072])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/append_cost)")
     arguments = parser.parse_args()
     print(f"{'tokens':>8} {'DynamicCache':>14} {'DynamicHybridCache':>19} {'ratio':>8}")
     cells = []

@@ -5,7 +5,6 @@ Then, without the model, what the chosen codes cost beside the rotated ones: sto
 step of attention on the CPU, in all layers.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -14,120 +13,101 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from experiments.common import records
 from experiments.common.decoding import prefill
+from experiments.common.options import plain_parser
 from experiments.common.texts import english_ids
 from experiments.common.timing import in_turns, medians
-from hf_hybrid_cache import HybridCache, KVCodec, Placement, QuantizedHybridCache, minmax
+from experiments.quality.quality_caches import filled, states_of
+from hf_hybrid_cache import HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.models import load
 
 # A sample is so many calls of attention.
 REPEATS = 20
+Samples = dict[str, list[float]]
 
 
-def prefill_samples(
-    model: PreTrainedModel, caches: dict[str, Callable[[], HybridCache]], ids: torch.Tensor, chunk: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of a prefill with each cache."""
-    cache = caches["given"]()
+def in_turns_with(
+    makers: dict[str, Callable[[], HybridCache]], action: Callable[[HybridCache], object], rounds: int
+) -> Samples:
+    """Return the seconds of an action with an empty cache of each kind."""
+    empty: dict[str, HybridCache] = {}
 
     def make(name: str) -> None:
-        nonlocal cache
-        cache = caches[name]()
+        empty[name] = makers[name]()
 
-    return in_turns({name: lambda: prefill(model, cache, ids, chunk) for name in caches}, rounds, make)
+    def run(name: str) -> None:
+        action(empty[name])
+
+    return in_turns({name: partial(run, name) for name in makers}, rounds, make)
 
 
-def part_samples(
-    model: PreTrainedModel, codecs: dict[str, dict[int, KVCodec]], states: DynamicCache, rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of storing states, and of a step's attention to them, by codecs."""
-    pairs = [
-        (layer.keys, layer.values)
-        for layer in states.layers
-        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
-    ]
-
-    def make(name: str) -> HybridCache:
-        return HybridCache(model.config, Placement(cpu_decode=True), codec=codecs[name])
-
-    def store(cache: HybridCache) -> HybridCache:
-        for layer, (keys, values) in enumerate(pairs):
-            cache.update(keys, values, layer)
-        return cache
-
-    empty = make("given")
-
-    def prepare(name: str) -> None:
-        nonlocal empty
-        empty = make(name)
-
-    storing = in_turns({name: lambda: store(empty) for name in codecs}, rounds, prepare)
-    heads = model.config.num_attention_heads
-    queries = [torch.randn(1, heads, 1, keys.shape[3]) for keys, _ in pairs]
-    attention: dict[str, list[float]] = {name: [] for name in codecs}
-    # Where memory lies changes its speed by some percent, so each round has caches of its own.
-    for _ in range(rounds):
-        filled = {name: store(make(name)) for name in codecs}
-        handles = {
-            name: [
-                cache.update(keys[:, :, -1:], values[:, :, -1:], layer) for layer, (keys, values) in enumerate(pairs)
-            ]
-            for name, cache in filled.items()
-        }
-        samples = in_turns({name: partial(attend, queries, handles[name]) for name in codecs}, 3, lambda name: None)
-        for name, seconds in medians(samples).items():
-            attention[name].append(seconds / REPEATS)
-    return {"storing": storing, "attention": attention}
+def attention_samples(
+    makers: dict[str, Callable[[], HybridCache]], states: DynamicCache, heads: int, rounds: int
+) -> Samples:
+    """Return the seconds of a step's attention to states, in all layers; each round has caches of its own."""
+    samples: Samples = {name: [] for name in makers}
+    for _ in range(rounds):  # where memory lies changes its speed by some percent
+        handles = {}
+        for name, make in makers.items():
+            cache = filled(make(), states)
+            last = [(keys[:, :, -1:], values[:, :, -1:]) for keys, values in states_of(states)]
+            handles[name] = [cache.update(*pair, layer) for layer, pair in enumerate(last)]
+        queries = [torch.randn(1, heads, 1, keys.shape[3]) for keys, _ in states_of(states)]
+        actions = {name: partial(attend, queries, handles[name]) for name in makers}
+        for name, seconds in medians(in_turns(actions, 3, lambda name: None)).items():
+            samples[name].append(seconds / REPEATS)
+    return samples
 
 
 def attend(queries: list[torch.Tensor], handles: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A query to each layer, `REPEATS` times."""
+    """Attend to each layer with its query, `REPEATS` times."""
     for _ in range(REPEATS):
         for query, (keys, values) in zip(queries, handles, strict=True):
             scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
-def median_ratio(samples: dict[str, list[float]], name: str, other: str) -> float:
+def median_ratio(samples: Samples, name: str, other: str) -> float:
     """Return the median of the ratios of samples of the same rounds."""
     return statistics.median(ours / theirs for ours, theirs in zip(samples[name], samples[other], strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = plain_parser("choice_cost", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/choice_cost)")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model, torch.float32, "cpu")
     assert tokenizer is not None
     ids = english_ids(tokenizer, arguments.tokens)
-    first = QuantizedHybridCache(model.config, bits=arguments.bits)
+    config = model.config
+    first = QuantizedHybridCache(config, bits=arguments.bits)
     prefill(model, first, ids, arguments.chunk)
-    chosen: dict[int, KVCodec] = first.codecs
-    rotated = HybridCache(model.config, codec=minmax(arguments.bits, rotate=True)).codecs
-    del first
-    caches: dict[str, Callable[[], HybridCache]] = {
-        "given": lambda: HybridCache(model.config, codec=chosen),
-        "rotated": lambda: HybridCache(model.config, codec=rotated),
-        "chosen": lambda: QuantizedHybridCache(model.config, bits=arguments.bits),
+    given: dict[str, Callable[[], HybridCache]] = {
+        "given": partial(HybridCache, config, codec=first.codecs),
+        "rotated": partial(HybridCache, config, codec=minmax(arguments.bits, rotate=True)),
     }
-    prefills = prefill_samples(model, caches, ids, arguments.chunk, arguments.rounds)
-    states = DynamicCache(config=model.config)
+    all_kinds: dict[str, Callable[[], HybridCache]] = {
+        **given,
+        "chosen": partial(QuantizedHybridCache, config, bits=arguments.bits),
+    }
+    states = DynamicCache(config=config)
     prefill(model, states, ids, arguments.chunk)
-    parts = part_samples(model, {"given": chosen, "rotated": rotated}, states, arguments.rounds)
-    ratios = {
-        "prefill, chosen over given": median_ratio(prefills, "chosen", "given"),
-        "prefill, chosen over rotated": median_ratio(prefills, "chosen", "rotated"),
-        **{f"{part}, given over rotated": median_ratio(samples, "given", "rotated") for part, samples in parts.items()},
+    samples = {
+        "prefill": in_turns_with(
+            all_kinds, lambda cache: prefill(model, cache, ids, arguments.chunk), arguments.rounds
+        ),
+        "storing": in_turns_with(given, lambda cache: filled(cache, states), arguments.rounds),
+        "attention": attention_samples(given, states, config.num_attention_heads, arguments.rounds),
     }
-    samples = {"prefill": prefills, **parts}
+    pairs = [("prefill", "chosen", "given"), ("prefill", "chosen", "rotated")]
+    pairs += [(part, "given", "rotated") for part in ("storing", "attention")]
+    ratios = {f"{part}, {name} over {other}": median_ratio(samples[part], name, other) for part, name, other in pairs}
     for part, by_codecs in samples.items():
         for name, seconds in medians(by_codecs).items():
             print(f"{arguments.tokens:,} tokens, {part}, codecs {name}: {seconds:.4f} s")

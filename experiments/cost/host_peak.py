@@ -6,11 +6,9 @@ has a process of its own. Transformers' cache copies everything with every token
 its peak is reached with the first.
 """
 
-import argparse
 import json
-import subprocess
-import sys
-import textwrap
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import psutil
 import torch
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import CACHES, fill, llama_1b_config, random_states
 
 
@@ -48,24 +47,16 @@ def measure(name: str, prefill_tokens: int, new_tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("host_peak", __doc__)
     parser.add_argument("--prefill-tokens", type=int, default=130_000)
     parser.add_argument("--new-tokens", type=int, default=1072)
     parser.add_argument("--stock-new-tokens", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/host_peak)")
-    parser.add_argument("--only", choices=CACHES, help="measure one cache in this process and print it as JSON")
     arguments = parser.parse_args()
-    if arguments.only:
-        print(json.dumps(measure(arguments.only, arguments.prefill_tokens, arguments.new_tokens)))
-        return
     cells = []
     print(f"{'cache':>6} {'new tokens':>11} {'content':>10} {'peak RSS added':>15} {'ratio':>7}")
     for name, new_tokens in (("ours", arguments.new_tokens), ("stock", arguments.stock_new_tokens)):
-        options = ["--only", name, "--prefill-tokens", str(arguments.prefill_tokens), "--new-tokens", str(new_tokens)]
-        command = [sys.executable, "-m", "experiments.cost.host_peak", *options]
-        cell = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            cell = process.submit(measure, name, arguments.prefill_tokens, new_tokens).result()
         added = cell["rss_peak_bytes"] - cell["rss_before_bytes"]
         content = cell["content_bytes"]
         print(

@@ -12,8 +12,6 @@ The time that a prefix store saves, and what it costs.
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import fill
 from experiments.common.texts import english_ids
 from experiments.common.timing import seconds_of
-from experiments.steps.checkouts import revision
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, StoredPrompt
 from hf_hybrid_cache.model_identity import identity_of
 from hf_hybrid_cache.models import load
@@ -170,21 +167,6 @@ def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "nodes").iterdir())
 
 
-def in_turns(other: Path, rounds: int, options: list[str]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Measure with another checkout of the package and with this one, a process each time; return all cells."""
-    turns: dict[str, list[list[dict[str, Any]]]] = {"other": [], "this": []}
-    for number in range(rounds):
-        checkouts = {"other": other, "this": Path(__file__).parents[2]}
-        for name in list(checkouts)[:: 1 if number % 2 else -1]:
-            with tempfile.TemporaryDirectory() as out:
-                command = [sys.executable, "-m", "experiments.cost.prefix_store", "--out", out, *options]
-                environment = {**os.environ, "PYTHONPATH": str(checkouts[name])}
-                subprocess.run(command, cwd=checkouts[name], env=environment, check=True)
-                (record,) = Path(out).rglob("*.json")
-                turns[name].append(json.loads(record.read_text())["cells"])
-    return turns
-
-
 def main() -> None:
     parser = experiment_parser("prefix_store", __doc__)
     parser.add_argument("--tokens", type=int, default=8000, help="of the document that SmolLM2 reads")
@@ -194,18 +176,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the stores are, for as long as it takes (default: temporary)"
     )
-    parser.add_argument("--other", type=Path, help="another checkout of the package, which is measured in turns")
-    parser.add_argument("--rounds", type=int, default=2, help="of both")
     arguments = parser.parse_args()
-    if arguments.other is not None:
-        options = [f"--tokens={arguments.tokens}", f"--long-tokens={arguments.long_tokens}"]
-        options += [f"--nodes={arguments.nodes}", *(["--drop-caches"] if arguments.drop_caches else [])]
-        options += [] if arguments.folder is None else [f"--folder={arguments.folder}"]
-        other = arguments.other.resolve()
-        turns = in_turns(other, arguments.rounds, options)
-        record = {"other_revision": revision(other), "cells": turns["this"][-1], "turns": turns}
-        print(f"record: {records.save('prefix_store', record, arguments.out)}")
-        return
     cells: list[dict[str, Any]] = []
 
     def add(cell: dict[str, Any]) -> None:

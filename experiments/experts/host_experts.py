@@ -7,15 +7,14 @@ the experts that it chooses, and how long they and all else take to be read at a
 Nothing of this was measured.
 """
 
-import argparse
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import Machine, Speeds, model_cost
 from hf_hybrid_cache.planning.candidates import Candidate, Strategy
@@ -102,21 +101,16 @@ def fitting(model: ModelCost, machine: Machine) -> dict[str, Any]:
     The candidate with the most bits that fits and can be loaded, experts in host memory first; where none can be loaded
     the first that fits then, and where none fits, `bits` is 0.
     """
-    widths = (None, *WEIGHT_BITS)
-    candidates = [Candidate(CACHE, Strategy.GPU, bits, experts_on_host=True) for bits in widths]
-    candidates += [Candidate(CACHE, Strategy.CPU, bits) for bits in widths]
-    found = [
-        {
-            "bits": candidate.weights or 8 * model.dtype.itemsize,
-            "on_gpu": candidate.experts_on_host,
-            "longest_context": context,
-            "can_be_loaded": candidate.loading_bytes(model) <= machine.host_bytes,
-        }
-        for candidate in candidates
-        if (context := longest_context(model, candidate, machine))
-    ]
-    nothing = {"bits": 0, "on_gpu": False, "longest_context": 0, "can_be_loaded": False}
-    return next((fit for fit in found if fit["can_be_loaded"]), (found or [nothing])[0])
+    first: dict[str, Any] = {"bits": 0, "on_gpu": False, "longest_context": 0, "can_be_loaded": False}
+    for on_gpu in (True, False):
+        for bits in (None, *WEIGHT_BITS):
+            candidate = Candidate(CACHE, Strategy.GPU if on_gpu else Strategy.CPU, bits, experts_on_host=on_gpu)
+            if context := longest_context(model, candidate, machine):
+                fit = {"bits": bits or 8 * model.dtype.itemsize, "on_gpu": on_gpu, "longest_context": context}
+                if candidate.loading_bytes(model) <= machine.host_bytes:
+                    return {**fit, "can_be_loaded": True}
+                first = first if first["bits"] else {**fit, "can_be_loaded": False}
+    return first
 
 
 def speeds(model: ModelCost, card: PublishedMachine, bits: int | None) -> dict[str, Any]:
@@ -158,27 +152,15 @@ def fit_table(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 def speed_table(cells: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of Markdown: how fast at most, with experts in 16 and 4 bits where there is host memory for them."""
-    heads = [
-        "machine",
-        "model",
-        "bits of an expert's weight",
-        "GiB of experts a token",
-        "they alone",
-        "all that is read",
-    ]
-    rows = [
-        [
-            cell["card"],
-            _short(cell),
-            str(row["bits"]),
-            f"{row['expert_bytes'] / GIB:.2f}",
-            _rate(row["experts_tokens_per_second"]),
-            _rate(row["tokens_per_second"]),
-        ]
-        for cell in cells
-        for row in cell["speeds"]
-        if row["bits"] != 8 and row["bits"] <= max(fit["bits"] for fit in cell["fits"].values())
-    ]
+    heads = "machine", "model", "bits of an expert's weight", "GiB of experts a token", "they alone", "all that is read"
+    rows = []
+    for cell in cells:
+        most_bits = max(fit["bits"] for fit in cell["fits"].values())
+        for row in cell["speeds"]:
+            if row["bits"] != 8 and row["bits"] <= most_bits:
+                rates = (_rate(row[key]) for key in ("experts_tokens_per_second", "tokens_per_second"))
+                gib = f"{row['expert_bytes'] / GIB:.2f}"
+                rows.append([cell["card"], _short(cell), str(row["bits"]), gib, *rates])
     return _markdown(heads, rows)
 
 
@@ -206,8 +188,7 @@ def _rate(tokens_per_second: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/host_experts)")
+    parser = plain_parser("host_experts", __doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="as `plan` knows them (default: %(default)s)")
     arguments = parser.parse_args()
     cells = [measure(name, card) for card in CARDS for name in arguments.models]

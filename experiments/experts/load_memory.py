@@ -2,17 +2,15 @@
 Peak host memory of loading a mixture-of-experts model in 4 bits, over what the loaded model takes.
 
 Random weights in the shape of Qwen3-30B-A3B, cut to a few layers, in files as the Hub has them: bfloat16, experts one
-by one, a file for each layer. Each way to load has a process of its own. Anonymous memory is what a process needs;
+by one. Each way to load has a process of its own. Anonymous memory is what a process needs;
 resident memory has pages of the mapped files besides, which the system may take away at any time.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -20,79 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from experiments.common import records
+from experiments.common.options import plain_parser
+from experiments.experts.random_experts import cut_config, random_model
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 
-WAYS = ("as it is", "as it is, then quantize_weights", "CodedWeightsConfig", "CodedWeightsConfig, only experts")
 BITS = 4
+WAYS: dict[str, QuantizedWeightsConfig | None] = {
+    "as it is": None,
+    "as it is, then quantize_weights": None,
+    "QuantizedWeightsConfig": QuantizedWeightsConfig(BITS),
+    "QuantizedWeightsConfig, only experts": QuantizedWeightsConfig(BITS, only_experts=True),
+}
 _SAMPLE_SECONDS = 0.002
 
 
-def shape(layers: int, experts: int, vocabulary: int) -> Qwen3MoeConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "intermediate_size": 6144,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": experts,
-        "num_experts_per_tok": min(8, experts),
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-        "dtype": torch.bfloat16,
-    }
-    return Qwen3MoeConfig(**sizes)
-
-
-def write_checkpoint(config: Qwen3MoeConfig, folder: Path) -> None:
-    """Files that `from_pretrained` reads, one for each layer, without the model ever being in memory."""
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(folder)
-    files = {"other": _other_shapes(config)}
-    files |= {
-        f"layer-{layer}": _layer_shapes(config, f"model.layers.{layer}") for layer in range(config.num_hidden_layers)
-    }
-    where: dict[str, str] = {}
-    for name, shapes in files.items():
-        tensors = {key: torch.randn(sizes, dtype=torch.bfloat16) * 0.02 for key, sizes in shapes.items()}
-        save_file(tensors, folder / f"{name}.safetensors", metadata={"format": "pt"})
-        where |= dict.fromkeys(shapes, f"{name}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-
-
-def _other_shapes(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    return {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "lm_head.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-
-
-def _layer_shapes(config: Qwen3MoeConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, inner, head_dim = config.hidden_size, config.moe_intermediate_size, config.head_dim
-    queries, states = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (states, hidden),
-        "self_attn.v_proj": (states, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate": (config.num_experts, hidden),
-    }
-    for expert in range(config.num_experts):
-        shapes |= {f"mlp.experts.{expert}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-        shapes[f"mlp.experts.{expert}.down_proj"] = (hidden, inner)
-    return {f"{prefix}.{name}.weight": sizes for name, sizes in shapes.items()}
+def write_checkpoint(layers: int, experts: int, vocabulary: int, folder: Path) -> PreTrainedConfig:
+    """Write files that `from_pretrained` reads; return the shape."""
+    config: Any = cut_config("Qwen/Qwen3-30B-A3B", layers)
+    config.vocab_size, config.num_experts = vocabulary, experts
+    config.num_experts_per_tok = min(8, experts)
+    random_model(config, torch.bfloat16).save_pretrained(folder, max_shard_size="1300MB")
+    return config
 
 
 def load(way: str, folder: Path) -> dict[str, Any]:
@@ -100,9 +49,7 @@ def load(way: str, folder: Path) -> dict[str, Any]:
     torch.ones(1).sum()  # libraries that are loaded with the first operation
     print(json.dumps({"before": memory_of("self")}), flush=True)
     begin = time.perf_counter()
-    config = (
-        QuantizedWeightsConfig(BITS, only_experts=way.endswith("only experts")) if way.startswith("Quantized") else None
-    )
+    config = WAYS[way]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
     report = quantize_weights(model, BITS) if way.endswith("quantize_weights") else None
     if config is not None:
@@ -161,14 +108,11 @@ def cells(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("load_memory", __doc__)
     parser.add_argument("--layers", type=int, default=4, help="each takes 1.25 GB of disk; the embeddings 1.24 GB")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--folder", type=Path, help="where files are written for a while (default: a temporary one)")
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/load_memory)")
     parser.add_argument("--only", choices=WAYS, help="load from --folder in this process and print JSON")
     arguments = parser.parse_args()
     if arguments.only:
@@ -176,8 +120,7 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="load_memory-", dir=arguments.folder))
     try:
-        config = shape(arguments.layers, arguments.experts, arguments.vocabulary)
-        write_checkpoint(config, folder)
+        config = write_checkpoint(arguments.layers, arguments.experts, arguments.vocabulary, folder)
         found = list(cells(folder))
     finally:
         shutil.rmtree(folder)

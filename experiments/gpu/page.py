@@ -1,122 +1,79 @@
-"""Write the results of GPUs into the pages of the project, and draw their figures, from records only."""
+"""The results of GPUs in words and tables, from records only."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-
-from experiments.common import pictures
 from experiments.common.records import RESULTS
-from experiments.gpu.answers import answers, table
-from experiments.gpu.found import FOLDER, MachineRecords, committed_records, decode_steps
 
-README, RESULTS_PAGE = RESULTS.parent / "README.md", RESULTS.parent / "docs" / "results.md"
-# The results stand between these marks in each page.
-START, END = "<!-- measured on a GPU -->", "<!-- end -->"
-# A figure of all would be hard to read.
-_DRAWN = ("stock", "dynamic", "codes-4", "codes-2", "stock-offloaded", "offloaded", "streamed-4", "quanto-4", "hqq-4")
+FOLDER = RESULTS / "gpu"
+TO_BEAT = "To beat: KTransformers' 27.5 tokens/s at 131,072 tokens (24 GB GPU, 64 threads, approximate attention)."
+Records = list[dict[str, Any]]
+Choose = Callable[[float, float], float]
 
 
-def write_all() -> Iterator[Path]:
-    """Draw the figures and write what was measured into the pages; the paths of what was written."""
-    found = committed_records()
-    for machine, records in found.items():
-        if decode_steps(records):
-            pictures.write(figure(records), FOLDER / machine)
-            yield (FOLDER / machine).with_suffix(".svg")
-    for path, said in pages(found):
-        path.write_text(written(path.read_text(), said))
-        yield path
+def found_in(folder: Path, machine: str) -> Records:
+    """Load the records of one machine."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{machine}.json"))]
 
 
-def pages(found: Mapping[str, MachineRecords]) -> Iterator[tuple[Path, str]]:
-    """Yield the path of each page that describes GPUs, and its new text."""
-    if not found:
-        yield (
-            README,
-            "Nothing has been measured on a GPU yet: what needs one has tests, which skip where there is none.\n",
-        )
-        yield RESULTS_PAGE, "**Nothing has been measured on a GPU yet.** `make gpu` does it.\n"
+def committed() -> dict[str, Records]:
+    """Load the committed records, by machine."""
+    return {machine: found_in(FOLDER, machine) for machine in sorted({path.stem for path in FOLDER.glob("*/*.json")})}
+
+
+def tables(found: Records) -> str:
+    """Milliseconds of a token by context, and what else is known of each cache, in Markdown."""
+    parts: list[str] = []
+    for model in dict.fromkeys(record["model"] for record in found if "median_seconds" in record):
+        of_it = [record for record in found if record.get("model") == model]
+        parts += _table(f"{model}, milliseconds a token", of_it, "median_seconds", lambda value: f"{value * 1e3:,.2f}")
+        rates = [record for record in of_it if "kv_bytes_per_second" in record]
+        parts += _table("GB/s of keys and values", rates, "kv_bytes_per_second", lambda value: f"{value / 1e9:,.1f}")
+        parts += [TO_BEAT, ""] if "8B" in model else []
+        parts += _table("peak of the device, MiB", rates, "step_peak_bytes", lambda value: f"{value / 2**20:,.0f}")
+    shares = [record for record in found if "share_of_bus" in record]
+    parts += _table("of a plain copy's rate", shares, "share_of_bus", lambda value: f"{value:.0%}", min)
+    for run in (run for record in found for run in record.get("runs", ())):
+        failed = len(run["failed"])
+        parts.append(f"`{run['tests']}`: {run['passed']:,} passed, {failed} failed with {run['transformers']}.")
+    return "\n".join(parts) + "\n"
+
+
+def values(found: Records, figure: str, choose: Choose) -> dict[str, dict[int, float]]:
+    """Return a figure by cache and context; the largest, or another choice, where several records have it."""
+    kinds = {bool(record.get("without_cudnn")) for record in found}
+    by_cache: dict[str, dict[int, float]] = {}
+    for record in sorted((each for each in found if figure in each), key=lambda each: each["context_tokens"]):
+        for cache, value in record[figure].items():
+            name = f"{cache}, without cuDNN" if len(kinds) > 1 and record.get("without_cudnn") else cache
+            if value is not None:
+                at = by_cache.setdefault(name, {})
+                at[record["context_tokens"]] = choose(value, at.get(record["context_tokens"], value))
+    return by_cache
+
+
+def _table(
+    title: str, found: Records, figure: str, form: Callable[[float], str], choose: Choose = max
+) -> Iterator[str]:
+    by_cache = values(found, figure, choose)
+    contexts = sorted({context for at in by_cache.values() for context in at})
+    if not contexts:
         return
-    cards = ", ".join(sorted({str(_environment(records)["gpu"]) for records in found.values()}))
-    yield README, f"What was measured on a GPU ({cards}) stands in [the results](docs/results.md#on-a-gpu).\n"
-    yield RESULTS_PAGE, "\n".join(_section(machine, records) for machine, records in found.items())
+    yield f"| {title} | {' | '.join(f'{context:,}' for context in contexts)} |"
+    yield f"|---|{'---:|' * len(contexts)}"
+    for name, at in by_cache.items():
+        yield f"| {name} | {' | '.join(form(at[context]) if context in at else '' for context in contexts)} |"
+    yield ""
 
 
-def written(text: str, said: str) -> str:
-    """
-    A page with what is said of GPUs in its place.
-
-    Raises:
-        ValueError: the page has no such place.
-    """
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"there must be {START!r} and {END!r} after it")
-    return f"{before}{START}\n{said}{END}{after}"
-
-
-def decode_table(found: MachineRecords) -> str:
-    """Milliseconds of a token by context, in Markdown."""
-    measured = _seconds(found)
-    contexts = sorted({context for at in measured.values() for context in at})
-    lines = [
-        f"| milliseconds a token | {' | '.join(f'{context:,}' for context in contexts)} |",
-        f"|---|{'---:|' * len(contexts)}",
-    ]
-    for name, at in measured.items():
-        row = (f"{at[context] * 1e3:,.2f}" if context in at else "" for context in contexts)
-        lines.append(f"| {name} | {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
-
-
-def figure(found: MachineRecords) -> Figure:
-    """Milliseconds of a token by context."""
-    drawn, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    measured = _seconds(found)
-    for name in _DRAWN:
-        if at := measured.get(name):
-            contexts = sorted(at)
-            axes.plot(contexts, [at[context] * 1e3 for context in contexts], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("context, tokens")
-    axes.set_ylabel("milliseconds a token, whole model")
-    axes.set_title(f"Llama-3.2-1B shape, bfloat16, {_environment(found)['gpu']}", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return drawn
-
-
-def _seconds(found: MachineRecords) -> dict[str, dict[int, float]]:
-    """Return the seconds of a token by cache and context, the largest that was measured."""
-    measured: dict[str, dict[int, float]] = {}
-    for record in decode_steps(found):
-        for cache, seconds in record["median_seconds"].items():
-            name = f"{cache}, without cuDNN" if record.get("without_cudnn") else cache
-            at = measured.setdefault(name, {})
-            at[record["context_tokens"]] = max(seconds, at.get(record["context_tokens"], seconds))
-    return measured
-
-
-def _section(machine: str, found: MachineRecords) -> str:
-    where = _environment(found)
+def section(machine: str, found: Records) -> str:
+    """Return the part of the page that is about one machine."""
+    where = found[0]["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    parts = [
+    return (
         f"**{where['gpu']}**, driver {where['gpu_driver']}, bus (generation of PCIe, lanes) {where['gpu_bus']}; "
-        f"{where['cpu']}, {where['cores']} cores; {versions}. Records: `results/gpu/*/{machine}.json`.\n",
-        table(answers(found)),
-    ]
-    if decode_steps(found):
-        parts += [f"![Time a token by context](../results/gpu/{machine}.png)\n", decode_table(found)]
-    return "\n".join(parts)
-
-
-def _environment(found: MachineRecords) -> dict[str, Any]:
-    environment: dict[str, Any] = next(iter(found.values()))["environment"]
-    return environment
+        f"{where['cpu']}, {where['cores']} cores; {versions}. Records: `results/gpu/*/{machine}.json`.\n\n"
+        f"{tables(found)}"
+    )

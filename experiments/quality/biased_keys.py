@@ -12,10 +12,7 @@ states as they came; it is relative to the length of the output, a mean over que
 the scores in nats. What to compare with are keys without a bias.
 """
 
-import argparse
 import json
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from hf_hybrid_cache import HybridCache, minmax
 
 BIASES = (0, 20, 200, 900)
@@ -116,12 +114,9 @@ def show(title: str, results: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("biased_keys", __doc__)
     parser.add_argument("--biases", type=float, nargs="+", default=BIASES, help="norms")
     parser.add_argument("--smoke", action="store_true", help="one shape, to see that it runs")
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/biased_keys)")
     arguments = parser.parse_args()
     cells = []
     for shape in SHAPES[: 1 if arguments.smoke else None]:

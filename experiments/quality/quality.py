@@ -4,20 +4,16 @@ The loss of quality by few-bit keys and values: caches against full precision, w
 Perplexity: the first half of a window is prefilled, the second follows in steps of 16 given tokens, so that the stored
 form is what is attended to. Next to the perplexity of the scored tokens stand the mean KL divergence of the next-token
 distributions from those of full precision, in nats, and the share of places where both have the same most likely token.
-Greedy: how much of a greedy continuation is the same, and where the first other token is. Pass key: how often five
-digits that a long text hides are found again; needles: how many of ten facts. Reparametrized: perplexity in one window,
-with other weights for the same function.
+Pass key: how often five digits that a long text hides are found again; needles: how many of ten in one text.
+Reparametrized: perplexity in one window, with other weights for the same function.
 
-The prefill runs once, in full precision, and each cache is filled with its keys and values; with `generate`, and in
-models with sliding windows, each cache has its own. What a cache holds is measured after the steps of the largest
-window.
+The prefill runs once, in full precision, and each cache is filled with its keys and values; in models with sliding
+windows each cache has its own. What a cache holds is measured after the steps of the largest window.
 """
 
 import argparse
 import json
 import sys
-import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -28,47 +24,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from experiments.common.texts import TEXTS, english_ids
-from experiments.quality import needles, passkey
+from experiments.quality import retrieval
 from experiments.quality.perplexity import score_window
 from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, peer_versions, reasons_to_skip
 from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
-MEASURES = ("perplexity", "greedy", "passkey", "needles", "reparametrized")
+MEASURES = ("perplexity", "passkey", "needles", "reparametrized")
 SMOKE = {
     "windows": [256],
     "window": 256,
     "reparametrizations": ["values permuted"],
-    "greedy_prompts": 1,
-    "prompt_tokens": 64,
-    "new_tokens": 8,
     "contexts": [768],
     "depths": 1,
 }
-
-
-def continue_greedily(model: PreTrainedModel, prompt: torch.Tensor, name: str, new_tokens: int) -> list[int]:
-    output = model.generate(  # type: ignore[operator]
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        **cache_argument(CACHES[name](model.config)),
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        temperature=None,  # a model's own sampling settings would make transformers warn that greedy ignores them
-        top_k=None,
-        top_p=None,
-    )
-    return output[0, prompt.shape[1] :].tolist()
-
-
-def compare(tokens: list[int], expected: list[int]) -> dict[str, Any]:
-    """Compare two continuations of one length; the first different token is counted from 1."""
-    same = [token == other for token, other in zip(tokens, expected, strict=True)]
-    first_difference = None if all(same) else same.index(False) + 1
-    return {"same_tokens": sum(same) / len(same), "first_difference": first_difference, "tokens": tokens}
 
 
 @dataclass(frozen=True)
@@ -148,68 +119,25 @@ def measure_reparametrized(
     return cells
 
 
-def measure_needles(subject: Subject, contexts: list[int]) -> list[dict[str, Any]]:
+def measure_retrieval(subject: Subject, measure: str, contexts: list[int], depths: int) -> list[dict[str, Any]]:
     cells = []
     for context in contexts:
-        outcome = needles.retrieve(
-            subject.model, subject.tokenizer, subject.start, subject.text, context, subject.names
-        )
-        print(f"\nten facts in {context:,} tokens: full precision finds {outcome['counted']}, and of those")
-        for name, number in outcome["found"].items():
-            print(f"{name:<20}{number:>3} of {outcome['counted']}")
-        cells.append({"measure": "needles", "context_tokens": context, **outcome})
-    return cells
-
-
-def measure_greedy(subject: Subject, prompts: int, prompt_tokens: int, new_tokens: int) -> list[dict[str, Any]]:
-    print(f"\ngreedy, {new_tokens} tokens after each of {prompts} prompts of {prompt_tokens:,}")
-    print(f"{'cache':<20}{'same tokens':>12}{'time':>9}   first other token")
-    ids = subject.stretches(prompt_tokens, prompts)
-    answers: dict[str, list[dict[str, Any]]] = {}
-    expected: list[list[int]] = []
-    for name in subject.names:
-        start = time.perf_counter()
-        tokens = [continue_greedily(subject.model, prompt, name, new_tokens) for prompt in ids]
-        seconds = time.perf_counter() - start
-        expected = expected or tokens  # the reference comes first
-        answers[name] = [compare(*pair) for pair in zip(tokens, expected, strict=True)]
-        share = sum(answer["same_tokens"] for answer in answers[name]) / prompts
-        positions = [str(answer["first_difference"] or "none") for answer in answers[name]]
-        print(f"{name:<20}{share:>12.1%}{seconds:>7.1f} s   {', '.join(positions)}")
-    return [
-        {
-            "measure": "greedy",
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "prompt": prompt,
-            "caches": {name: answers[name][prompt] for name in subject.names},
-        }
-        for prompt in range(prompts)
-    ]
-
-
-def measure_passkey(subject: Subject, contexts: list[int], depths: int) -> list[dict[str, Any]]:
-    cells = []
-    for context in contexts:
-        prompts = passkey.make_prompts(subject.tokenizer, subject.start, subject.text, context, depths)
-        outcomes = passkey.retrieve(subject.model, subject.tokenizer, prompts, subject.names)
-        cell = passkey.cell(context, outcomes, subject.names)
-        counted = cell["counted"]
-        print(f"\npass keys in {context:,} tokens: full precision finds {counted} of {depths}, and of those")
+        at_once = measure == "needles"
+        cell = retrieval.retrieve(subject, context, len(retrieval.OWNERS) if at_once else depths, at_once)
+        print(f"\n{measure}, {context:,} tokens: full precision finds {cell['counted']}, and of those")
         for name, number in cell["found"].items():
-            print(f"{name:<20}{number:>3} of {counted}")
-        cells.append(cell)
+            print(f"{name:<20}{number:>3} of {cell['counted']}")
+        cells.append({"measure": measure, **cell})
     return cells
 
 
 def summary(cells: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Summarize each cache: means over the largest window and the greedy prompts, and all pass keys."""
+    """Summarize each cache: means over the largest window, and all pass keys."""
     kinds = {measure: [cell for cell in cells if cell["measure"] == measure] for measure in MEASURES}
     largest = max((cell["window_tokens"] for cell in kinds["perplexity"]), default=0)
     windows = [cell for cell in kinds["perplexity"] if cell["window_tokens"] == largest]
 
     rows = [(windows, key) for key in ("increase", "kl_nats", "share_of_bfloat16") if windows]
-    rows += [(kinds["greedy"], "same_tokens")] if kinds["greedy"] else []
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         found[name] = {key: round(fmean(cell["caches"][name][key] for cell in group), 5) for group, key in rows}
@@ -229,9 +157,7 @@ def read_text(tokenizer: PreTrainedTokenizerBase, name: str, file: Path | None) 
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("quality", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument(
@@ -246,9 +172,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--texts", type=int, default=1, help="windows of each length, at different places")
     parser.add_argument("--scored-tokens", type=int, default=512, help="of the second half of a window, at most")
-    parser.add_argument("--greedy-prompts", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each greedy prompt")
-    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="that hide pass keys")
     parser.add_argument("--depths", type=int, default=10, help="pass keys for each context")
     parser.add_argument(
@@ -256,7 +179,6 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--window", type=int, default=4096, help="of reparametrized models")
     parser.add_argument("--smoke", action="store_true", help="little of everything, to see that it runs")
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/quality)")
     arguments = parser.parse_args()
     if arguments.smoke:
         vars(arguments).update(SMOKE)
@@ -274,7 +196,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Subject, dict[str, str]]:
             f"{arguments.model} has layers of type {', '.join(sorted(others))}, whose states cannot be handed from one "
             "cache to another: pass keys and needles cannot be measured. Choose other --measures."
         )
-    longest = max([*arguments.windows, *arguments.contexts, arguments.prompt_tokens + arguments.new_tokens])
+    longest = max([*arguments.windows, *arguments.contexts])
     if longest > model.config.max_position_embeddings:
         sys.exit(f"{arguments.model} has {model.config.max_position_embeddings:,} positions, not {longest:,}.")
     text = read_text(tokenizer, arguments.text, arguments.text_file)
@@ -294,12 +216,9 @@ def main() -> None:
     cells = []
     if "perplexity" in arguments.measures:
         cells += measure_perplexity(subject, arguments.windows, arguments.texts, arguments.scored_tokens)
-    if "greedy" in arguments.measures:
-        cells += measure_greedy(subject, arguments.greedy_prompts, arguments.prompt_tokens, arguments.new_tokens)
-    if "passkey" in arguments.measures:
-        cells += measure_passkey(subject, arguments.contexts, arguments.depths)
-    if "needles" in arguments.measures:
-        cells += measure_needles(subject, arguments.contexts)
+    for measure in ("passkey", "needles"):
+        if measure in arguments.measures:
+            cells += measure_retrieval(subject, measure, arguments.contexts, arguments.depths)
     if "reparametrized" in arguments.measures:
         cells += measure_reparametrized(
             subject, arguments.reparametrizations, arguments.window, arguments.scored_tokens
@@ -309,8 +228,8 @@ def main() -> None:
         "dtype": arguments.dtype,
         "text": arguments.text_file.name if arguments.text_file else arguments.text,
         "step_tokens": STEP_TOKENS,
-        "fill": "one update a layer, with the keys and values of a full-precision prefill in chunks; greedy: generate",
-        "passkey": {"needle": passkey.NEEDLE, "question": passkey.QUESTION, "answer": passkey.ANSWER},
+        "fill": "one update a layer, with the keys and values of a full-precision prefill in chunks",
+        "passkey": {"needle": retrieval.NEEDLE, "question": retrieval.QUESTION, "answer": retrieval.ANSWER},
         "peers": peer_versions(),
         "left_out": skipped,
         "cells": cells,

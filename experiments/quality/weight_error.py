@@ -14,7 +14,6 @@ English text. A window is read as a prompt is, and its head gets few tokens at a
 with tokens that are not rounded to 8 bits. Its weights in 4 bits prove little, because they come from a file of 4 bits.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from experiments.common import records
+from experiments.common.options import plain_parser
 from experiments.common.texts import TEXTS, english_ids
 from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
@@ -190,8 +190,7 @@ def model_divergence(windows: int, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=records.Path, help="folder of the record (default: in results/weight_error)")
+    parser = plain_parser("weight_error", __doc__)
     parser.add_argument("--divisor", type=int, default=1, help="of the sizes of layers")
     parser.add_argument("--windows", type=int, default=4, help="of text, for the model; 0 leaves it out")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")

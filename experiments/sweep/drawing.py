@@ -1,26 +1,50 @@
-"""Writes the figures of the context sweep and its page, from records only."""
+"""The figures of the context sweep, from records only."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments.common import pictures
-from experiments.common.records import RESULTS
-from experiments.sweep import figures, store
-from experiments.sweep.page import page
-from experiments.sweep.points import points
+from experiments.sweep import store
+from experiments.sweep.caches import CPU, CPU_ATTENTION, GPU
+from experiments.sweep.points import Curve, Point, points, read_rate
 
-PAGE = "README.md"
+Curves = Mapping[Curve, list[Point]]
 MachineRecords = list[dict[str, Any]]
+
+# Label, colour of Okabe and Ito's palette, and marker; caches that share a colour differ in their markers.
+STYLES: dict[str, tuple[str, str, str]] = {
+    "stock": ("transformers DynamicCache", "#D55E00", "s"),
+    "stock-offloaded": ("transformers, offloaded", "#D55E00", "v"),
+    "quanto-4": ("transformers QuantizedCache, quanto 4 bits", "#E69F00", "D"),
+    "dynamic": ("DynamicHybridCache", "#0072B2", "o"),
+    "offloaded": ("OffloadedHybridCache", "#56B4E9", "^"),
+    "quantized-8": ("QuantizedHybridCache, 8 bits", "#009E73", "o"),
+    "quantized-4": ("QuantizedHybridCache, 4 bits", "#CC79A7", "P"),
+    "quantized-2": ("QuantizedHybridCache, 2 bits", "#000000", "X"),
+    "quantized-4-offloaded": ("the same, 4 bits, offloaded", "#CC79A7", "v"),
+    "dynamic-weights-8": ("DynamicHybridCache, weights in 8 bits", "#0072B2", "<"),
+    "dynamic-weights-4": ("DynamicHybridCache, weights in 4 bits", "#0072B2", ">"),
+    "quantized-4-weights-4": ("QuantizedHybridCache and weights, 4 bits", "#CC79A7", ">"),
+}
+DEVICES = {GPU: "on the GPU", CPU_ATTENTION: "attention on the CPU", CPU: "decode on the CPU"}
+_LINES = {GPU: "-", CPU_ATTENTION: "--", CPU: ":"}
+_ROOF_COLOUR = "#666666"
 
 
 def all_records() -> dict[str, MachineRecords]:
     """Return all whole records, by machine."""
     folders = sorted(path for path in store.FOLDER.glob("*") if path.is_dir())
     return {folder.name: list(store.read(folder).records.values()) for folder in folders}
+
+
+def label(curve: Curve) -> str:
+    name, device = curve
+    return f"{STYLES[name][0]}, {DEVICES[device]}"
 
 
 def figures_of(found: MachineRecords) -> dict[str, Callable[[], Figure]]:
@@ -30,39 +54,97 @@ def figures_of(found: MachineRecords) -> dict[str, Callable[[], Figure]]:
     models = ", ".join(sorted({record["cell"]["model"] for record in found}))
     title = f"{models}, {environment['cpu']}, {environment['cores']} cores"
     limit = environment.get("gpu_memory_limit_bytes") or environment["memory_bytes"]
+
+    def per_speed(side: str) -> Callable[[Point], float]:
+        return lambda point: (getattr(point, f"{side}_bytes") or 0) / 1e6 / point.tokens_per_second
+
+    draw = partial(_draw, curves, title)
     drawn: dict[str, Callable[[], Figure]] = {
-        "throughput": partial(figures.throughput, curves, title),
-        "latency": partial(figures.latency, curves, title),
-        "memory": partial(figures.memory, curves, limit, f"{limit / 2**30:.0f} GiB", title),
-        "host_memory_per_speed": partial(figures.memory_per_speed, curves, "host", title),
+        "throughput": partial(draw, "tokens a second", lambda point: point.tokens_per_second, has_roofs=True),
+        "latency": partial(draw, "milliseconds a token, 99th percentile", lambda point: point.latency(99) * 1e3),
+        "memory": partial(draw, "MiB of keys and values", lambda point: point.kv_bytes / 2**20, limit=limit / 2**20),
+        "host_memory_per_speed": partial(draw, "host MB at the peak for each token/s", per_speed("host")),
     }
-    if any(point.ttft_seconds is not None for found_points in curves.values() for point in found_points):
-        drawn["first_token"] = partial(figures.first_token, curves, title)
-    if figures.has_gpu(curves):
-        drawn["device_memory_per_speed"] = partial(figures.memory_per_speed, curves, "device", title)
-        drawn["speed_ratio"] = partial(figures.speed_ratio, curves, title)
+    real = {curve: [point for point in each if point.ttft_seconds is not None] for curve, each in curves.items()}
+    if any(real.values()):
+        drawn["first_token"] = partial(
+            _draw, real, title, "seconds to the first token", lambda point: point.ttft_seconds
+        )
+    if has_gpu(curves):
+        drawn["device_memory_per_speed"] = partial(draw, "device MB at the peak for each token/s", per_speed("device"))
+        drawn["speed_ratio"] = partial(_speed_ratio, curves, title)
     return drawn
 
 
-def page_of(machines: Mapping[str, MachineRecords]) -> str:
-    """The page, with the figures as they lie beside the records."""
-    folder = store.FOLDER.relative_to(RESULTS)
-    shown = {
-        machine: [folder / machine / f"{name}.png" for name in figures_of(found)]
-        for machine, found in machines.items()
-        if found
-    }
-    return page(machines, shown)
+def cpu_to_gpu(curves: Curves, name: str) -> dict[int, float]:
+    """Throughput of the whole decode phase on the CPU over that on the GPU, by context where both were measured."""
+    gpu, cpu = (
+        {point.context_tokens: point.tokens_per_second for point in curves.get((name, device), [])}
+        for device in (GPU, CPU)
+    )
+    return {context: cpu[context] / gpu[context] for context in sorted(cpu.keys() & gpu.keys())}
+
+
+def has_gpu(curves: Iterable[Curve]) -> bool:
+    return any(device != CPU for _, device in curves)
 
 
 def draw_all() -> Iterator[Path]:
-    """Draw and write everything; the paths of the figures and of the page."""
-    machines = all_records()
-    for machine, found in machines.items():
+    """Draw all figures beside the records; the paths of what was written."""
+    for machine, found in all_records().items():
         for name, draw in figures_of(found).items() if found else ():
             path = store.FOLDER / machine / name
             pictures.write(draw(), path)
             yield path.with_suffix(".svg")
-    path = RESULTS / PAGE
-    path.write_text(page_of(machines))
-    yield path
+
+
+def _draw(
+    curves: Curves,
+    title: str,
+    y_label: str,
+    value: Callable[[Point], Any],
+    has_roofs: bool = False,
+    limit: float | None = None,
+) -> Figure:
+    """Draw a value by context, with the speed of reading everything once, or a limit."""
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    several = len({device for _, device in curves}) > 1
+    for (name, device), found in sorted(curves.items(), key=lambda item: list(STYLES).index(item[0][0])):
+        text, colour, marker = STYLES[name]
+        axes.plot(
+            [point.context_tokens for point in found],
+            [value(point) for point in found],
+            _LINES[device] if several else "-",
+            label=label((name, device)) if several else text,
+            color=colour,
+            marker=marker,
+            markersize=5,
+        )
+    for name, line, kind in (("stock", "--", "bfloat16"), ("quantized-4", "-.", "4-bit")) if has_roofs else ():
+        if roof := curves.get((name, CPU)):
+            speeds = [point.roof(read_rate(curves)) for point in roof]
+            text = f"roof: reading weights and {kind} KV once"
+            axes.plot([point.context_tokens for point in roof], speeds, line, color=_ROOF_COLOUR, label=text)
+    if limit is not None:
+        axes.axhline(limit, color=_ROOF_COLOUR, linestyle="--", label=f"{limit / 2**10:.0f} GiB")
+    return _finished(figure, curves, y_label, title)
+
+
+def _speed_ratio(curves: Curves, title: str) -> Figure:
+    """Tokens a second with the whole decode phase on the CPU, for each of those on the GPU."""
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    for name, (text, colour, marker) in STYLES.items():
+        if pairs := cpu_to_gpu(curves, name):
+            axes.plot(list(pairs), list(pairs.values()), label=text, color=colour, marker=marker)
+    axes.axhline(0.5, color=_ROOF_COLOUR, linestyle="--", label="half")
+    return _finished(figure, curves, "throughput of the CPU, of the GPU's", title)
+
+
+def _finished(figure: Figure, curves: Curves, y_label: str, title: str) -> Figure:
+    axes = figure.axes[0]
+    pictures.style(axes, "context, tokens", y_label)
+    axes.set_xticks(sorted({point.context_tokens for found in curves.values() for point in found}))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(title, fontsize=11)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

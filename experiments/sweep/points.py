@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.sweep.cell import Cell
+from experiments.sweep.store import Cell
 
 Curve = tuple[str, str]  # cache, decode device
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.sweep.cell import Cell
+from experiments.sweep.store import Cell
 
 _WIDTHS = (21, 13, 8, 6, 10, 8, 9, 9, 9, 9, 9)
 _NAMES = (

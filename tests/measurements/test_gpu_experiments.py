@@ -1,8 +1,6 @@
-"""Experiments for a GPU can be rehearsed, continue where they were stopped, and write their results into pages."""
+"""Experiments for a GPU can be rehearsed, end with their time, go on where they were stopped, and fill tables."""
 
-import contextlib
 import importlib
-import io
 import json
 import subprocess
 import sys
@@ -14,209 +12,134 @@ import pytest
 import torch
 
 from experiments.common import records
-from experiments.gpu.answers import NOT_MEASURED, answers, table
-from experiments.gpu.found import committed_records, decode_steps, found_in
-from experiments.gpu.page import END, README, RESULTS_PAGE, START, decode_table, figure, pages, written
-from experiments.gpu.running import Ended, Journal, run_all
-from experiments.gpu.steps import Step, all_steps
+from experiments.gpu import __main__ as gpu
+from experiments.gpu.decode import begun
+from experiments.gpu.page import found_in, section, tables
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-def program(name: str, code: str, limit_minutes: float = 1) -> Step:
-    return Step(name, ("-c", code), limit_minutes)
+ENVIRONMENT = {
+    "git_revision": records.git_revision(),
+    "gpu": "NVIDIA Test", "gpu_driver": "1.2", "gpu_bus": "5, 16", "cpu": "A CPU", "cores": 16,
+    "versions": {"torch": "2.11"},
+}  # fmt: skip
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    options: dict[str, Any] = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 600, "check": False}
-    return subprocess.run([sys.executable, "-m", "experiments.gpu", *arguments], **options)
-
-
-def test_steps_when_run_again_then_only_failed_ones_run(tmp_path: Path):
-    done, failing = program("done", "pass"), program("failing", "raise SystemExit(3)")
-    journal = Journal(tmp_path)
-    assert run_all([done, failing], journal, 1, again=False) == {"done": Ended.DONE, "failing": Ended.FAILED}
-    journal = Journal(tmp_path)  # another command reads it from the file
-    assert journal.is_done(done)
-    assert not journal.is_done(failing)
-    assert not journal.is_done(program("done", "print()"))  # another program by the same name
-    noisy = program("done", "raise SystemExit(3)")
-    assert run_all([noisy], journal, 1, again=True) == {"done": Ended.FAILED}
+def test_steps_run_in_their_order_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "_LEAST_SECONDS", 0)
+    steps = {"good": ["-c", "pass"], "bad": ["-c", "raise SystemExit(3)"]}
+    assert gpu.run_all(steps, minutes=5) == {"good": gpu.DONE, "bad": gpu.FAILED}
+    slow = {"slow": ["-c", "import time; time.sleep(600)"], "later": ["-c", "raise AssertionError"]}
+    assert gpu.run_all(slow, minutes=0.01) == {"slow": gpu.STOPPED, "later": gpu.NOT_BEGUN}
 
 
 @pytest.mark.parametrize("stubborn", ["program", "child"])
 def test_a_step_is_stopped_with_all_that_it_started(stubborn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("experiments.gpu.running._SECONDS_TO_STOP", 1)
+    monkeypatch.setattr(gpu, "_SECONDS_TO_STOP", 1)
     ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    started = tmp_path / "child"
+    child = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     child = ignore + child if stubborn == "child" else child
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-    slow = program("slow", ignore + code if stubborn == "program" else code, limit_minutes=0.02)
-    journal = Journal(tmp_path)
-    assert run_all([slow], journal, 1, again=False) == {"slow": Ended.OVER_LIMIT}
-    assert not journal.is_done(slow)
+    seconds = 1.0
+    while not (started.exists() and started.read_text()):  # longer, where the machine is busy
+        assert gpu.run_step(["-c", ignore + code if stubborn == "program" else code], seconds) == gpu.STOPPED
+        seconds *= 2
     # Nobody waits for the child, so what is left of it may be a zombie.
-    process = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    process = Path(f"/proc/{started.read_text()}/stat")
     deadline = time.monotonic() + 30
     while process.exists() and process.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "the child still runs"
         time.sleep(0.05)
 
 
-def test_steps_when_time_is_short_then_are_not_begun(tmp_path: Path):
-    step = program("step", "raise AssertionError")
-    journal = Journal(tmp_path)
-    assert run_all([step], journal, 0.1, again=False) == {"step": None}
-    assert not journal.is_done(step)
+def error_of(
+    module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Return what a program says that ends at its arguments."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"experiments.gpu.{module}").main()
+    return "".join(capsys.readouterr())
 
 
-def test_every_step_is_a_program_that_knows_its_options(tmp_path: Path):
-    for step in all_steps(tmp_path, is_rehearsal=False, other_transformers=[tmp_path]):
-        module, options = step.command[1], step.command[2:]
-        source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text()
-        shared = (REPOSITORY / "experiments" / "gpu" / "machine.py").read_text()
-        for option in options:
-            assert not option.startswith("--") or f'"{option}"' in source + shared, (module, option)
+def test_every_step_is_a_program_that_knows_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for step in gpu.all_steps(tmp_path, ["--rehearse", "--force"], False, [tmp_path]).values():
+        told = error_of(step[1].rpartition(".")[2], ["--help"], monkeypatch, capsys)
+        assert all(option in told for option in step if option.startswith("--"))
 
 
-def error_of(module: str, *arguments: str) -> str:
-    """Return the error message of a program that refuses its arguments."""
-    experiment, errors = importlib.import_module(f"experiments.{module}"), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
-        patch.setattr(sys, "argv", [module, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            experiment.main()
-    assert ended.value.code
-    return f"{errors.getvalue()}{ended.value.code}"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("module", ["gpu.__main__", "gpu.decode"])
-def test_without_a_gpu_only_a_rehearsal_is_run(module: str):
-    error = error_of(module)
-    assert "no CUDA device is available" in error
-    assert "--rehearse" in error
-
-
-def test_step_when_unknown_then_error_lists_the_known_ones():
-    error = error_of("gpu.__main__", "--rehearse", "--only", "streaming-300", "nothing")
-    assert "there is no step nothing; there are suites, streaming-300," in error
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("__main__", ["--rehearse", "--only", "decode-300", "nothing"], "no step nothing; there are decode-300,"),
+        ("suites", ["--other-transformers", "."], "holds no transformers: pip install --target ."),
+        ("decode", ["--rehearse"], "say with --out where its record goes"),
+        ("__main__", [], "no CUDA device is available: pass --rehearse"),
+        ("decode", [], "no CUDA device is available: pass --rehearse"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_way_out(
+    module: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    if not arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU to measure")
+    assert message in error_of(module, arguments, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_to_the_end_and_is_not_run_twice(tmp_path: Path):
-    names = ["streaming-300", "attention", "peaks", "host", "experts"]
-    arguments = ["--rehearse", "--minutes", "9", "--out", str(tmp_path), "--only", *names]
-    result = command(*arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == dict.fromkeys(names, "done")
-    found = found_in(tmp_path / "gpu", records.machine_name())
-    assert set(found) == set(names)
-    assert all(record["rehearsal"] for record in found.values())
-    assert set(found["host"]["median_seconds"]) >= {"host, threads 1", "cpu-attention-4, threads 1"}
-    again = command(*arguments)
-    assert again.stdout.count("done before") == len(names)
+def test_a_rehearsal_runs_to_the_end_and_measures_nothing_twice(tmp_path: Path):
+    command = [sys.executable, "-m", "experiments.gpu", "--rehearse", "--minutes", "9", "--out", str(tmp_path)]
+
+    def rehearse() -> list[dict[str, Any]]:
+        options: dict[str, Any] = {"cwd": records.RESULTS.parent, "text": True, "timeout": 600, "check": False}
+        ended = subprocess.run([*command, "--only", "decode-300", "suites"], capture_output=True, **options)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert json.loads(ended.stdout.splitlines()[-1]) == {"decode-300": "done", "suites": "done"}
+        return found_in(tmp_path / "gpu", records.machine_name())
+
+    first = rehearse()
+    assert all(record["rehearsal"] for record in first)
+    decode, suites = first
+    assert {"offloaded", "both-4", "half-cpu-attention"} < decode["median_seconds"].keys()
+    assert [run["tests"].split()[0] for run in suites["runs"]] == ["tests/memory/test_cuda.py", "tests/accelerator"]
+    again = rehearse()
+    assert again[0]["samples_seconds"].items() >= decode["samples_seconds"].items()
+    assert again[1]["runs"] == suites["runs"]
 
 
-def decode_record(context: int, seconds: dict[str, float]) -> dict[str, Any]:
-    """Make a record of `experiments.gpu.decode`, of a machine that moves 10 GB/s."""
-    memory = {name: {"device_bytes": 280 if name == "codes-4" else 1000, "host_bytes": 0} for name in seconds}
-    half = "half-cpu-attention"
-    pairs = (
-        *(("offloaded", "stock-offloaded"), ("streamed-4", "offloaded"), ("codes-4", "dynamic")),
-        *((half, "offloaded"), (half, "cpu-attention")),
-    )
-    return {
-        "context_tokens": context,
-        "median_seconds": seconds,
-        "tokens_per_second": {name: 1 / value for name, value in seconds.items()},
-        "share_of_bus": {name: 0.9 for name in seconds if name == "offloaded"},
-        "bfloat16_kv_bytes": 1000,
-        "memory": memory,
-        "ratios": {
-            f"{ours} / {theirs}": seconds[theirs] / seconds[ours]
-            for ours, theirs in pairs
-            if ours in seconds and theirs in seconds
-        },
-        "environment": {
-            "gpu": "NVIDIA Test", "gpu_driver": "1.2", "gpu_bus": "5, 16", "cpu": "A CPU", "cores": 16,
-            "versions": {"torch": "2.11"},
-        },
-    }  # fmt: skip
+def test_a_record_is_gone_on_with_if_it_is_of_the_same_measurement(tmp_path: Path):
+    path, asked = tmp_path / "record.json", {"context_tokens": 300}
+    assert begun(path, asked) is asked
+    changes: list[dict[str, Any]] = [{}, {"context_tokens": 400}, {"environment": {"git_revision": "another"}}]
+    for change in changes:
+        record = {**asked, "median_seconds": {"stock": 0.1}, "environment": ENVIRONMENT, **change}
+        path.write_text(json.dumps(record))
+        assert begun(path, asked) == (asked if change else record)
 
 
-def found_of_a_good_machine() -> dict[str, dict[str, Any]]:
-    streaming = {"stock-offloaded": 0.9, "offloaded": 0.25, "streamed-4": 0.08}
-    quantized = {"dynamic": 0.02, "codes-4": 0.015, "cpu-attention-4, threads 16": 0.04}
-    environment = decode_record(1, {})["environment"]
-    suites = [
-        {"transformers": version, "passed": 9, "failed": [], "exit_status": 0} for version in ("5.17.0", "5.23.0")
-    ]
-    peaks = {
-        "prefill": {"context_tokens": 131_072, "above_expected": 0.03},
-        "decode_on_cpu": {"allocated_bytes": 8 * 2**20},
-    }
-    return {
-        "suites": {"runs": suites, "environment": environment},
-        "peaks": peaks | {"environment": environment},
-        "streaming-65536": decode_record(65_536, streaming),
-        "quantized-131072": decode_record(131_072, quantized),
-        "both-places-131072": decode_record(
-            131_072, {"offloaded": 0.1, "cpu-attention": 0.1, "half-cpu-attention": 0.06}
-        ),
-    }
+def test_tables_have_the_slowest_measurement_of_each_cache():
+    def record(context: int, milliseconds: float, share: float, **more: Any) -> dict[str, Any]:
+        return {
+            "model": "a model", "context_tokens": context, "environment": ENVIRONMENT,
+            "median_seconds": {"offloaded": milliseconds / 1e3}, "share_of_bus": {"offloaded": share}, **more,
+        }  # fmt: skip
 
-
-def test_without_records_nothing_is_said_to_be_measured():
-    found = answers({})
-    assert all(answer.measured is None and not answer.is_met for answer in found)
-    assert table(found).count(NOT_MEASURED) == len(found)
-
-
-def test_aims_when_records_fall_short_then_are_missed():
-    good = found_of_a_good_machine()
-    assert all(answer.is_met and answer.measured for answer in answers(good))
-    assert "(missed)" not in table(answers(good))
-    crashed = found_of_a_good_machine()
-    crashed["suites"]["runs"][0] |= {"passed": 0, "exit_status": -11}
-    assert not answers(crashed)[0].is_met
-    stopped = found_of_a_good_machine()
-    stopped["suites"]["runs"] += stopped["suites"]["runs"][:1]
-    assert not answers(stopped)[0].is_met
-    skipped = found_of_a_good_machine()
-    skipped["suites"]["runs"] = [run | {"passed": 0} for run in skipped["suites"]["runs"]]
-    assert answers(skipped)[0].measured is None
-    bad = found_of_a_good_machine()
-    bad["suites"]["runs"][0]["failed"] = ["a test"]
-    bad["peaks"]["prefill"]["above_expected"] = 0.2
-    bad["peaks"]["decode_on_cpu"]["allocated_bytes"] = 2**30
-    slow = {"stock-offloaded": 0.3, "offloaded": 0.25, "streamed-4": 0.2}
-    bad["streaming-65536"] = decode_record(65_536, slow) | {"share_of_bus": {"offloaded": 0.5}}
-    bad["quantized-131072"] = decode_record(131_072, {"dynamic": 0.01, "codes-4": 0.015, "cpu-attention-4": 0.1})
-    bad["quantized-131072"]["memory"]["codes-4"]["device_bytes"] = 500
-    no_gain = {"offloaded": 0.1, "cpu-attention": 0.1, "half-cpu-attention": 0.11}
-    bad["both-places-131072"] = decode_record(131_072, no_gain)
-    assert not any(answer.is_met for answer in answers(bad))
-    assert table(answers(bad)).count("(missed)") == len(answers(bad))
-
-
-def test_pages_say_what_the_committed_records_say():
-    for path, said in pages(committed_records()):
-        text = path.read_text()
-        assert written(text, said) == text, f"python -m experiments.report writes {path.name}"
-
-
-def test_pages_take_up_a_machine_with_its_card_bus_and_driver():
-    found = found_of_a_good_machine()
-    said = dict(pages({"a-machine": found}))
-    assert "NVIDIA Test" in said[README]
-    assert table(answers(found)) in said[RESULTS_PAGE]
-    assert decode_table(found) in said[RESULTS_PAGE]
-    assert "driver 1.2, bus (generation of PCIe, lanes) 5, 16" in said[RESULTS_PAGE]
-    page = f"before\n{START}\nold\n{END}\nafter\n"
-    assert written(page, "new\n") == f"before\n{START}\nnew\n{END}\nafter\n"
-    with pytest.raises(ValueError, match="there must be"):
-        written("a page without a place", "new\n")
-    lines = figure(found).axes[0].get_lines()
-    assert {line.get_label() for line in lines} == {"dynamic", "codes-4", "stock-offloaded", "offloaded", "streamed-4"}
-    assert [record["context_tokens"] for record in decode_steps(found)] == [65_536, 131_072, 131_072]
+    runs = [{"tests": "tests/a", "transformers": "5.17.0", "passed": 1267, "failed": ["one", "two"]}]
+    found = [record(300, 40, 0.5), record(300, 50, 0.25), record(70, 3, 0.5, without_cudnn=True), {"runs": runs}]
+    text = section("a-machine", found)
+    assert "**NVIDIA Test**, driver 1.2, bus (generation of PCIe, lanes) 5, 16; A CPU, 16 cores; torch 2.11." in text
+    assert "| a model, milliseconds a token | 70 | 300 |" in text
+    assert "| offloaded, without cuDNN | 3.00 |  |" in text
+    assert "| offloaded |  | 50.00 |" in text
+    assert "| offloaded |  | 25% |" in text
+    assert "`tests/a`: 1,267 passed, 2 failed with 5.17.0." in text
+    new = record(300, 40, 0.5, kv_bytes_per_second={"offloaded": 2.5e10}, step_peak_bytes={"offloaded": 2**30})
+    text = tables([new | {"model": "An-8B"}])
+    assert "27.5 tokens/s" in text
+    assert "| offloaded | 25.0 |" in text
+    assert "| offloaded | 1,024 |" in text

@@ -1,13 +1,11 @@
 """Tests of a transformers checkout run with stock and with our caches, and are sorted by their outcomes."""
 
-import json
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from experiments import stock_tests
-from experiments.common import records
 
 CHECKOUT = """
     import torch
@@ -68,9 +66,3 @@ def test_stock_tests_not_reached_with_ours_are_neither_passed_nor_failed():
     ours = {"file.py::test_0": {"outcome": "passed", "caches": 1}, "file.py::test_1": {"outcome": "failed"}}
     cells = stock_tests.cells_of(stock, {"ours": ours})
     assert stock_tests.table(cells).splitlines()[-1] == "| `ours` | 1 | 1 | 1 | 0 |"
-
-
-def test_the_page_on_reliability_has_the_table_of_the_stock_tests():
-    (record,) = (records.RESULTS / "stock_tests").glob("*.json")
-    table = stock_tests.table(json.loads(record.read_text())["cells"])
-    assert table in (records.RESULTS.parent / "docs" / "reliability.md").read_text()

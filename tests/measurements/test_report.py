@@ -1,0 +1,140 @@
+"""Pages, tables and figures come from records: what a page shows is what they hold."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+
+from experiments import report, stock_tests
+from experiments.common.records import RESULTS
+from experiments.experts import host_experts
+from experiments.processes import collective_cost
+
+REPOSITORY = RESULTS.parent
+RECORD = {
+    "cells": [
+        {"tokens": 1024, "seconds": {"ours": 0.0123, "stock": 1.5}, "bytes": 3 * 2**20, "samples": [3.0, 1.0, 2.0]},
+        {"tokens": 70, "seconds": {"ours": 250.0}, "ratio": 31.4},
+    ],
+    "added": {"ours": 2.5, "stock": 7.0},
+    "times": {"stock": 2.8},
+}
+
+
+def page_of(name: str) -> str:
+    return " ".join((REPOSITORY / name).read_text().split())
+
+
+def only(folder: str) -> dict[str, Any]:
+    (record,) = report.load_records(folder).values()
+    return record
+
+
+def test_the_report_changes_no_page_that_is_committed():
+    for path, text in report.pages().items():
+        assert path.read_text() == text, f"python -m experiments.report writes {path.name}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "table"),
+    [
+        (
+            "any: | {tokens:,} | {seconds[ours]:ms} | {ratio:x} | -->",
+            ["| 1,024 | 12.3 ms |  |", "| 70 | 250,000 ms | 31x |"],
+        ),
+        ("any: | {seconds[stock]:s}, {bytes:MiB}, {samples:s} | -->", ["| 1.50 s, 3.00 MiB, 2.00 s |"]),
+        ("any added: | {name} | {added:.1f} | {times:x} | -->", ["| ours | 2.5 |  |", "| stock | 7.0 | 2.8x |"]),
+        ("any cells.0.seconds: | {name} {seconds:s} {added} | -->", ["| ours 0.0123 s 2.5 |", "| stock 1.50 s 7.0 |"]),
+    ],
+)
+def test_rows_of_a_table_are_those_that_the_record_has_figures_for(rows: str, table: list[str]):
+    lines = ["before", f"<!-- rows {rows}", "| a |", "|---|", "| old |", "", "after"]
+    written = report.with_tables("\n".join(lines) + "\n", lambda name: RECORD)
+    assert written.splitlines() == [*lines[:4], *table, *lines[5:]]
+    assert report.with_tables(written, lambda name: RECORD) == written
+
+
+def test_several_records_fill_one_table():
+    lines = ["<!-- rows a: | {tokens} | -->", "<!-- rows b added: | {added} | -->", "| a |", "|---|", "", "after"]
+    written = report.with_tables("\n".join(lines) + "\n", lambda name: RECORD).splitlines()
+    assert written == [*lines[:4], "| 1024 |", "| 70 |", "| 2.5 |", "| 7.0 |", *lines[4:]]
+
+
+def test_every_figure_of_a_record_is_drawn():
+    mpl.use("Agg")
+    for path, draw in report.drawings():
+        figure, axes = plt.subplots()
+        draw(axes)
+        assert path.with_suffix(".svg").exists()
+        assert axes.lines
+        plt.close(figure)
+
+
+def headline() -> Iterator[str]:
+    """Yield what the README says of the records of whole steps, and of decoding on a Xeon."""
+    whole = report.load_records("whole_step/llama-3.2-1b-random")["amd-epyc-znver5-2-cores"]["cells"]
+    (cell,) = (cell for cell in whole if cell["context_tokens"] == 131_072)
+    stock, quantized, full = "stock W16/KV16", "ours W4/KV4", "ours W16/KV16"
+    memory, seconds = {name: sum(held.values()) for name, held in cell["holds"].items()}, cell["median_seconds"]
+    times = {name: 1 / cell["ratios"][f"{name} / {stock}"] for name in (quantized, full)}
+    yield f"{times[quantized]:.0f} times as fast as with transformers' `DynamicCache`"
+    yield f"in {memory[quantized] / memory[stock]:.0%} of the memory"
+    yield f"in full precision {times[full]:.0f} times as fast"
+    yield f"{seconds[quantized]:.2f} s and {seconds[full]:.2f} s a token instead of {seconds[stock]:.1f} s"
+    for folder, text in ((report.DECODE, "{:.1f} times as fast as"), (f"{report.DECODE}-4-bits", "and {:.1f} times")):
+        yield text.format(report.load_records(folder)["intel-xeon-processor-2-cores"]["cells"][-1]["ratio"])
+
+
+def few_bits() -> Iterator[str]:
+    for folder in ("perplexity", "docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m"):
+        for cell in only(f"quality/{folder}")["cells"]:
+            rows = [row["kl_nats"] for name, row in cell["caches"].items() if name != "full"]
+            yield from (f"| {nats:.5f} |" if nats < 1 else f"| {nats:.2f} |" for nats in rows)
+    for cell in only("quality/passkey")["cells"]:
+        found = (cell["found"][name] for name in ("ours-8", "ours-4", "ours-4-2", "ours-2"))
+        yield f"| {' | '.join(map(str, [cell['counted'], *found]))} |"
+
+
+def peaks_of_loading() -> Iterator[str]:
+    for cell in only("load_memory")["cells"][1:]:
+        ratios = f"{cell['anonymous_ratio']:.2f}x | {cell['resident_ratio']:.2f}x"
+        yield f"| {cell['model_bytes'] / 2**30:.2f} GiB | {ratios} |"
+
+
+def continuations() -> Iterator[str]:
+    record = only("continuations")
+    questions = record["questions"]["times_as_fast_as_one_after_the_other"]
+    yield f"| {questions['8']:.1f}x and {questions['32']:.1f}x |"
+    beams = record["beams"]["times_as_fast_as_stock"]
+    yield f"| {beams['ours']:.1f}x, a quarter of the memory; with 4 bits {beams['ours, 4 bits']:.1f}x"
+
+
+def on_host_experts() -> Iterator[str]:
+    cells = only("host_experts")["cells"]
+    assert {cell["model"] for cell in cells} == set(host_experts.MODELS)
+    yield from ("\n".join(table(cells)) for table in (host_experts.fit_table, host_experts.speed_table))
+
+
+def worked_out_for_processes() -> Iterator[str]:
+    for rows in (collective_cost.predictions(), collective_cost.limits()):
+        yield "\n".join(collective_cost.table(rows))
+
+
+SAID: Mapping[str, Callable[[], Iterator[str]]] = {
+    "README.md": headline,
+    "docs/quantized-cache.md": few_bits,
+    "docs/weights.md": peaks_of_loading,
+    "docs/continuations.md": continuations,
+    "docs/planning.md": on_host_experts,
+    "docs/many-processes.md": worked_out_for_processes,
+    "docs/reliability.md": lambda: iter([stock_tests.table(only("stock_tests")["cells"])]),
+}
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_figures_of_other_pages_are_those_of_the_records(page: str):
+    text = page_of(page)
+    for said in SAID[page]():
+        assert " ".join(said.split()) in text, said
