@@ -1,15 +1,16 @@
 """Caches filled with random keys and values, as a stand-in for a prefill that would take too long."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache
 from hf_hybrid_cache.models import load_config
 
-CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
+CACHES: dict[str, Callable[[Any], Cache]] = {
     "stock": lambda config: DynamicCache(config=config),
     "ours": DynamicHybridCache,
 }
@@ -53,6 +54,13 @@ def fill(
             cache.update(states, states, layer)
 
 
+def filled_cache(make: Callable[..., Cache], model: PreTrainedModel, num_tokens: int) -> Cache:
+    """Make a cache for a model, with random keys and values of its type."""
+    cache = make(model.config)
+    fill(cache, model.config, num_tokens, model.dtype, chunk=8192)
+    return cache
+
+
 def kv_bytes(config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Keys and values of `num_tokens` tokens in all layers."""
     num_kv_heads, head_dim = kv_heads(config)
@@ -65,19 +73,17 @@ def decode_states(
     keys: torch.Tensor,
     values: torch.Tensor,
     cache: HybridCache | None = None,
-    queries: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Return random queries for a decode step of one layer, and the handles that our cache returns.
+    Return a random query for a decode step of one layer, and the handles that our cache returns.
 
     Args:
         config: of the layer.
         keys: [1, num_kv_heads, tokens, head_dim]; all but the last are put in as a prefill, the last is decoded.
         values: as the keys.
         cache: an empty one; a `DynamicHybridCache` if none is given.
-        queries: of each head.
     """
     cache = cache or DynamicHybridCache(config, cpu_decode=True)
     cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
-    query = torch.randn(1, config.num_attention_heads, queries, keys.shape[-1]).to(keys.dtype)
+    query = torch.randn(1, config.num_attention_heads, 1, keys.shape[-1]).to(keys.dtype)
     return query, *cache.update(keys[:, :, -1:], values[:, :, -1:], 0)

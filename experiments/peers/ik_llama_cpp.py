@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.peers.llama_cpp import PREFILL_CHUNK, Form, LlamaCppEngine, LlamaCppModel
+from experiments.peers import llama_cpp
+from experiments.peers.llama_cpp import PREFILL_CHUNK, Form
 
 PACKAGE = "ik-llama-cpp-python"
 INSTALL = f"pip install {PACKAGE}"
@@ -29,7 +30,7 @@ _MISSING: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class IkLlamaCppModel(LlamaCppModel):
+class Model(llama_cpp.Model):
     """The weights; repacked means rows interleaved for its own kernels."""
 
     def _import(self) -> Any:
@@ -42,7 +43,7 @@ class IkLlamaCppModel(LlamaCppModel):
         return options
 
 
-class IkLlamaCppEngine(LlamaCppEngine):
+class Engine(llama_cpp.Engine):
     position_words = (1, 2)
 
     def _options(self, form: Form, num_tokens: int, threads: int) -> Any:

@@ -8,8 +8,6 @@ import ctypes
 import importlib
 import importlib.util
 import logging
-import signal
-import subprocess
 import sys
 import weakref
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from experiments.common.told_process import failure_of as failure_of
 
 PACKAGE = "llama-cpp-python"
 # From source, so that it uses all that this processor can do.
@@ -43,7 +43,7 @@ FORMS = {
 }
 
 
-class LlamaCppModel:
+class Model:
     """
     The weights, as a file has them.
 
@@ -77,7 +77,7 @@ class LlamaCppModel:
         return options
 
 
-class LlamaCppEngine:
+class Engine:
     """
     One conversation that has read a prompt.
 
@@ -96,7 +96,7 @@ class LlamaCppEngine:
 
     def __init__(
         self,
-        model: LlamaCppModel,
+        model: Model,
         form: Form,
         prompt: list[int],
         num_steps: int,
@@ -193,12 +193,6 @@ def _pointer(saved: np.ndarray) -> Any:
 
 
 def report() -> dict[str, Any]:
-    """Return the versions of the default weights and of the library."""
-    file = gguf_file()
-    return {"weights": file and file.name, **library_report()}
-
-
-def library_report() -> dict[str, Any]:
     """The versions of the package and of the sources in it, and instructions it was built for."""
     api = importlib.import_module("llama_cpp")
     library = api.llama_cpp._lib
@@ -208,11 +202,7 @@ def library_report() -> dict[str, Any]:
             function.restype = ctypes.c_char_p
             versions[name] = function().decode()
     system = api.llama_print_system_info().decode().strip()
-    return {
-        "package": f"{PACKAGE} {version(PACKAGE)}",
-        **versions,
-        "system": system,
-    }
+    return {"package": f"{PACKAGE} {version(PACKAGE)}", **versions, "system": system}
 
 
 def gguf_file() -> Path | None:
@@ -224,14 +214,10 @@ def gguf_file() -> Path | None:
 
 def reason_to_skip(form: str, threads: int) -> str | None:
     """
-    Return the reason why a form does not work here; `None` if it works.
+    Return the reason why a key of `FORMS` does not work here; `None` if it works.
 
     It is tried in a process of its own: where native code meets an instruction that the processor lacks, only that
     process ends.
-
-    Args:
-        form: a key of `FORMS`.
-        threads: to read with.
     """
     if importlib.util.find_spec("llama_cpp") is None:
         return f"not installed: {INSTALL}"
@@ -240,23 +226,5 @@ def reason_to_skip(form: str, threads: int) -> str | None:
     return failure_of([sys.executable, "-m", "experiments.peers.llama_cpp", form, str(threads)])
 
 
-def failure_of(command: list[str]) -> str | None:
-    """The signal that ended a process, or the last line of what it complained of; None if it ended well."""
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    return reason_of_end(result.returncode, result.stderr) if result.returncode else None
-
-
-def reason_of_end(status: int, complaints: str) -> str:
-    """Return the signal that ended a process, or the last line of its error messages."""
-    if status < 0:
-        return f"ended by {signal.Signals(-status).name}"
-    return (complaints.strip().splitlines() or [f"exit status {status}"])[-1]
-
-
-def main() -> None:
-    form, threads = FORMS[sys.argv[1]], int(sys.argv[2])
-    LlamaCppEngine(LlamaCppModel(), form, prompt=list(range(PREFILL_CHUNK)), num_steps=1, threads=threads).step(0)
-
-
 if __name__ == "__main__":
-    main()
+    Engine(Model(), FORMS[sys.argv[1]], list(range(PREFILL_CHUNK)), num_steps=1, threads=int(sys.argv[2])).step(0)

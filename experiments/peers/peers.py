@@ -14,22 +14,19 @@ llama.cpp what `llama_state_seq_get_size` counts. The cosine is that of logits w
 `--model llama-3.2-1b-random` measures longer contexts, of random keys and values, without llama.cpp.
 """
 
-import json
 from statistics import fmean
-from typing import Any
 
 import torch
-from rich.progress import track
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, read_bandwidth
+from experiments.common.harness import Cell, finish, rounded, table
 from experiments.common.options import experiment_parser
 from experiments.common.reading import CacheEngine, Engine, Passage, Reader, read_passage
 from experiments.common.synthetic import kv_bytes
 from experiments.common.timing import in_turns, medians
 from experiments.peers import llama_cpp
-from experiments.peers.llama_cpp import LlamaCppEngine, LlamaCppModel
 from experiments.quality.quality_caches import CACHES, filled, installed_version, reasons_to_skip
 from hf_hybrid_cache import DynamicHybridCache, get_num_threads, set_num_threads
 from hf_hybrid_cache.models import load
@@ -70,10 +67,7 @@ def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[st
 def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int, Passage]:
     """Read a passage of each length with the model in float32, which is freed afterwards."""
     model, tokenizer = load(model_name, torch.float32, "cpu")
-    return {
-        context: read_passage(model, tokenizer, context, steps, DTYPE)
-        for context in track(contexts, "prompts in float32")
-    }
+    return {context: read_passage(model, tokenizer, context, steps, DTYPE) for context in contexts}
 
 
 def make_readers(
@@ -81,22 +75,22 @@ def make_readers(
 ) -> dict[int, dict[str, Reader]]:
     """Make the readers by context and engine."""
     make_cache = CACHES | {"ours-16": DynamicHybridCache}
-    file_model = LlamaCppModel() if set(names) & set(llama_cpp.FORMS) else None
+    file_model = llama_cpp.Model() if set(names) & set(llama_cpp.FORMS) else None
 
     def engine(name: str, passage: Passage) -> Engine:
         if name not in llama_cpp.FORMS:
             return CacheEngine(model, filled(make_cache[name](model.config), passage.prefilled))
         assert file_model is not None
         form = llama_cpp.FORMS[name]
-        return LlamaCppEngine(file_model, form, passage.prompt, len(passage.following), threads)
+        return llama_cpp.Engine(file_model, form, passage.prompt, len(passage.following), threads)
 
     return {
-        context: {name: Reader(engine(name, passage), passage) for name in track(names, f"engines, {context:,} tokens")}
+        context: {name: Reader(engine(name, passage), passage) for name in names}
         for context, passage in passages.items()
     }
 
 
-def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[dict[str, Any]]:
+def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[Cell]:
     """Measure all engines in turns; return a cell for each context, with raw samples in seconds."""
     all_readers = {f"{name} {context}": reader for context, group in readers.items() for name, reader in group.items()}
 
@@ -118,7 +112,7 @@ def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[dict[str
     ]
 
 
-def added_per_1000_tokens(cells: list[dict[str, Any]]) -> dict[str, float]:
+def added_per_1000_tokens(cells: list[Cell]) -> dict[str, float]:
     """Return the seconds that 1,000 more tokens add, between the shortest context and the longest."""
     first, last = cells[0], cells[-1]
     thousands = (last["context_tokens"] - first["context_tokens"]) / 1000
@@ -133,26 +127,11 @@ def times_ours(added: dict[str, float]) -> dict[str, float]:
     return {name: added[name] / added[ours] for name, ours in peers.items() if ours in added}
 
 
-def print_table(record: dict[str, Any]) -> None:
-    cells, last = record["cells"], record["cells"][-1]
-    contexts = "".join(f"{cell['context_tokens']:>9,} tokens" for cell in cells)
-    print(f"{'a step after':<20}{contexts}{'1,000 more':>14}{'x ours':>8}{'KV held':>13}{'cosine':>9}")
-    for name, added in record["added_seconds_per_1000_tokens"].items():
-        steps = "".join(f"{cell['median_seconds'][name] * 1e3:>13.3f} ms" for cell in cells)
-        ratio = f"{record['times_ours'][name]:.2f}" if name in record["times_ours"] else ""
-        held, cosine = last["kv_bytes"][name] / 2**20, last["cosine_of_logits"][name]
-        print(f"{name:<20}{steps}{added * 1e3:>11.3f} ms{ratio:>8}{held:>9.1f} MiB{cosine:>9.5f}")
-    for name, reason in record["left_out"].items():
-        print(f"{name:<20}    {reason.splitlines()[0]}")
-
-
 def main() -> None:
     parser = experiment_parser("peers", __doc__)
     parser.add_argument("--model", choices=CONTEXTS, default=SMOLLM2)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens, two or more (default: by --model)")
-    parser.add_argument(
-        "--engines", nargs="+", choices=BITS, default=list(BITS), metavar="NAME", help=f"of {', '.join(BITS)}"
-    )
+    parser.add_argument("--engines", nargs="+", choices=BITS, default=list(BITS), metavar="NAME", help=", ".join(BITS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=get_num_threads())
     arguments = parser.parse_args()
@@ -165,7 +144,6 @@ def main() -> None:
     memory = MemoryReader(arguments.buffer_mib)
     rate = read_bandwidth(memory)
     model, tokenizer = load(arguments.model, DTYPE, "cpu")
-    assert isinstance(model.config, LlamaConfig)
     if contexts[-1] + steps > model.config.max_position_embeddings:
         parser.error(
             f"{arguments.model} has {model.config.max_position_embeddings:,} positions, fewer than the "
@@ -177,24 +155,31 @@ def main() -> None:
     names = [name for name in asked if name not in left_out]
     readers = make_readers(model, read_passages(arguments.model, contexts, steps), names, arguments.threads)
     cells = measure(readers, arguments.rounds)
+    for cell in cells:
+        print(table(str(cell["context_tokens"]), cell))
     added = added_per_1000_tokens(cells)
-    record = {
+    library = None
+    if set(names) & set(llama_cpp.FORMS):
+        file = llama_cpp.gguf_file()
+        library = {"weights": file and file.name, **llama_cpp.report()}
+    record: Cell = {
         "model": arguments.model,
         "prefill": "real" if tokenizer else "synthetic",
         "dtype": str(DTYPE),
         "threads": arguments.threads,
         "peers": {package: installed_version(package) for package in (*PACKAGES.values(), llama_cpp.PACKAGE)},
-        "llama.cpp": llama_cpp.report() if set(names) & set(llama_cpp.FORMS) else None,
+        "llama.cpp": library,
         "cells": cells,
         "added_seconds_per_1000_tokens": added,
         "times_ours": times_ours(added),
         "left_out": left_out,
         "read_bandwidth": memory.report(),
     }
-    print_table(record)
+    print(table("1,000 tokens more", {key: record[key] for key in ("added_seconds_per_1000_tokens", "times_ours")}))
+    for name, reason in left_out.items():
+        print(f"{name} is left out: {reason}")
     folder = arguments.out or records.RESULTS / "peers" / arguments.model
-    print(f"record: {records.save('peers', record, folder)}")
-    print(json.dumps({name: round(seconds * 1e3, 4) for name, seconds in added.items()}))
+    finish("peers", record, rounded({name: seconds * 1e3 for name, seconds in added.items()}), folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""Our rows of `experiments.peers.whole_step`, and transformers' own: models, caches, and steps that time themselves."""
+"""Rows beside llama.cpp: options to choose them, our models and caches, and steps that time themselves."""
 
-from collections.abc import Collection
+import argparse
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,19 +14,26 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common.decoding import unchosen_bytes, weight_bytes
 from experiments.common.reading import CacheEngine
-from experiments.common.synthetic import fill
+from experiments.common.synthetic import filled_cache
 from experiments.common.timing import seconds_of
-from experiments.experts.random_experts import has_experts, twin_of
-from experiments.peers.step_rows import OURS, Row
+from experiments.experts.random_experts import cut_config, has_experts, random_model, twin_of
+from experiments.peers.gguf_files import gguf_file
+from experiments.peers.llama_process import add_python_options, reasons_to_leave_out
+from experiments.peers.step_rows import LIBRARIES, OURS, Row
 from hf_hybrid_cache import (
     DynamicHybridCache,
     QuantizedHybridCache,
     fuse_decode,
+    get_num_threads,
     move_experts_to_host,
     quantize_weights,
+    set_num_threads,
 )
+from hf_hybrid_cache.models import load
 
 DTYPE = torch.bfloat16
+# A shape that is cut to so many layers, with random weights.
+EXPERTS = {"qwen3-30b-a3b-4-layers-random": ("Qwen/Qwen3-30B-A3B", 4)}
 
 
 class OurModels:
@@ -96,8 +107,49 @@ def empty_cache(row: Row, config: PreTrainedConfig) -> Cache:
     return DynamicHybridCache(config) if row.kv_bits == 16 else QuantizedHybridCache(config, bits=row.kv_bits)
 
 
-def filled_cache(row: Row, config: PreTrainedConfig, tokens: int) -> Cache:
+def row_cache(row: Row, model: PreTrainedModel, tokens: int) -> Cache:
     """Make the cache of a row, with random keys and values."""
-    cache = empty_cache(row, config)
-    fill(cache, config, tokens, DTYPE, chunk=8192)
-    return cache
+    return filled_cache(partial(empty_cache, row), model, tokens)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The rows that can be measured here, and all that their engines need."""
+
+    model: PreTrainedModel
+    ours: OurModels
+    rows: list[Row]
+    files: Mapping[int, Path]
+    pythons: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+
+def add_row_options(
+    parser: argparse.ArgumentParser, models: Iterable[str], rows: Mapping[str, Row], rounds: int
+) -> None:
+    """Add options for the model, the rows, and with what they run."""
+    parser.add_argument("--model", choices=models, default=next(iter(models)))
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows), metavar="NAME", help=", ".join(rows))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=get_num_threads())
+    add_python_options(parser)
+
+
+def set_up(arguments: argparse.Namespace, rows: Mapping[str, Row]) -> Setup:
+    """Load the model, and write its files, for the chosen rows that can be measured here."""
+    name = arguments.model
+    pythons = {library: getattr(arguments, library) for library in LIBRARIES}
+    left_out = reasons_to_leave_out(pythons)
+    if name in EXPERTS:
+        left_out["fused"] = "layers with experts are not fused"
+    for engine, reason in left_out.items():
+        print(f"{engine} is left out: {reason}")
+    chosen = [row for row in rows.values() if row.name in arguments.rows and row.engine not in left_out]
+    if not chosen:
+        sys.exit("Nothing is left to measure.")
+    set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    model = random_model(cut_config(*EXPERTS[name]), DTYPE) if name in EXPERTS else load(name, DTYPE, "cpu")[0]
+    widths = sorted({row.weight_bits for row in chosen if row.engine in LIBRARIES})
+    files = {bits: gguf_file(name, bits, model) for bits in widths}
+    return Setup(model, OurModels(model, chosen), chosen, files, pythons, left_out)

@@ -13,39 +13,27 @@ What does not fit into memory at once is measured in groups that share one row, 
 group. The ceiling of a row is the time to read its weights, keys and values once, at the read bandwidth of the run.
 """
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import psutil
-import torch
-from rich.progress import track
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, read_bandwidth
+from experiments.common.harness import Cell, publish
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import kv_bytes
 from experiments.common.timing import medians, samples_in_turns
-from experiments.experts.random_experts import cut_config, random_model
-from experiments.peers.gguf_files import gguf_file
-from experiments.peers.library_pythons import add_python_options, pythons_of, reasons_to_leave_out
-from experiments.peers.llama_options import BestOptions
-from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
-from experiments.peers.step_engines import DTYPE, OurEngine, OurModels, filled_cache
+from experiments.common.told_process import EndedError
+from experiments.peers.llama_process import BestOptions, LlamaProcess, Settings
+from experiments.peers.step_engines import DTYPE, EXPERTS, OurEngine, Setup, add_row_options, row_cache, set_up
 from experiments.peers.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios, reference_of
-from hf_hybrid_cache import get_num_threads, set_num_threads
-from hf_hybrid_cache.models import load
 
-# A shape that is cut to so many layers, with random weights.
-EXPERTS = {"qwen3-30b-a3b-4-layers-random": ("Qwen/Qwen3-30B-A3B", 4)}
 CONTEXTS = {
     "llama-3.2-1b-random": [1024, 8192, 32_768, 131_072],
     "smollm2-135m": [1024, 8000],
@@ -55,29 +43,18 @@ CONTEXTS = {
 SPARE_BYTES, LIBRARY_BYTES = 2**31, 2**29
 
 
-def step_model(name: str) -> PreTrainedModel:
-    """Load or make the model of a key of `CONTEXTS`."""
-    if name in EXPERTS:
-        return random_model(cut_config(*EXPERTS[name]), DTYPE)
-    model, _ = load(name, DTYPE, "cpu")
-    return model
-
-
 @dataclass(frozen=True)
 class Bench:
     """The data that all contexts share."""
 
-    config: PreTrainedConfig
-    ours: OurModels
-    files: Mapping[int, Path]
-    pythons: Mapping[str, str]
+    given: Setup
     options: BestOptions
     memory: MemoryReader
     rounds: int
 
-    def measure(self, rows: list[Row], context: int) -> dict[str, Any]:
+    def measure(self, context: int) -> Cell:
         """A cell, with raw samples in seconds."""
-        steps = 2 * (self.rounds + 1)
+        rows, steps = self.given.rows, 2 * (self.rounds + 1)
         sharing = max(Counter(row.holder for row in rows).values())  # rows that add their tokens to one cache
         tokens = max(1, context - sharing * steps)
         settings, left_out = self._settings(rows, tokens, steps)
@@ -113,26 +90,27 @@ class Bench:
     def _settings(self, rows: list[Row], tokens: int, steps: int) -> tuple[dict[str, Settings], dict[str, str]]:
         """Return the settings of the libraries' rows, and the reasons why some do not run."""
         settings, failures = {}, {}
-        for row in track([row for row in rows if row.engine in LIBRARIES], "best options"):
-            try:
-                settings[row.name] = self.options.settings(row, tokens, steps)
-            except LlamaProcessError as error:
-                failures[row.name] = str(error)
+        for row in rows:
+            if row.engine in LIBRARIES:
+                try:
+                    settings[row.name] = self.options.settings(row, tokens, steps)
+                except EndedError as error:
+                    failures[row.name] = str(error)
         return settings, failures
 
     def _sizes(self, rows: list[Row], context: int) -> dict[str, float]:
         """Estimate the bytes of each holder, without our models."""
-        full = kv_bytes(self.config, context, DTYPE)
+        full = kv_bytes(self.given.model.config, context, DTYPE)
         sizes = {}
         for row in rows:
             sizes[row.holder] = full if row.kv_bits == 16 else full * (row.kv_bits + 0.6) / 16
             if row.engine in LIBRARIES:
-                sizes[row.holder] += self.files[row.weight_bits].stat().st_size + LIBRARY_BYTES
+                sizes[row.holder] += self.given.files[row.weight_bits].stat().st_size + LIBRARY_BYTES
         return sizes
 
     def _read(self, engine: OurEngine | LlamaProcess) -> dict[str, Any]:
         """Return the bytes of weights, keys and values that a token reads."""
-        share = 1.0 if isinstance(engine, OurEngine) else self.ours.read_share
+        share = 1.0 if isinstance(engine, OurEngine) else self.given.ours.read_share
         return engine.holds | {"weight_bytes": int(share * engine.holds["weight_bytes"])}
 
     def _measure_group(self, rows: list[Row], tokens: int, settings: Mapping[str, Settings]) -> dict[str, Any]:
@@ -142,7 +120,7 @@ class Bench:
         random = Random(0)
 
         def step(name: str) -> float:
-            return engines[name].step(random.randrange(self.config.vocab_size))
+            return engines[name].step(random.randrange(self.given.model.config.vocab_size))
 
         def prepare(name: str) -> None:
             if name == rows[0].name:
@@ -150,13 +128,13 @@ class Bench:
             step(name)
 
         try:
-            for row in track(rows, f"{tokens:,} tokens"):
+            for row in rows:
                 if row.engine in LIBRARIES:
-                    engines[row.name] = LlamaProcess(self.pythons[row.engine], settings[row.name])
+                    engines[row.name] = LlamaProcess(self.given.pythons[row.engine], settings[row.name])
                     continue
                 if row.holder not in caches:
-                    caches[row.holder] = filled_cache(row, self.config, tokens)
-                engines[row.name] = OurEngine(self.ours, row, caches[row.holder])
+                    caches[row.holder] = row_cache(row, self.given.model, tokens)
+                engines[row.name] = OurEngine(self.given.ours, row, caches[row.holder])
             samples = samples_in_turns({name: partial(step, name) for name in engines}, self.rounds, prepare)
             return {
                 "samples_seconds": samples,
@@ -168,74 +146,30 @@ class Bench:
                 engine.close()
 
 
-def print_cell(cell: dict[str, Any]) -> None:
-    print(f"{cell['context_tokens']:>7,} tokens{'a step':>19}{'weights':>13}{'KV':>13}{'of ceiling':>12}  options")
-    for name, seconds in cell["median_seconds"].items():
-        weights, kv = (cell["holds"][name][kind] / 2**20 for kind in ("weight_bytes", "kv_bytes"))
-        used = ", ".join(option for option, on in cell["settings"].get(name, {}).items() if on is True)
-        share = cell["share_of_ceiling"][name]
-        print(f"{name:<22}{seconds * 1e3:>8.2f} ms{weights:>9,.0f} MiB{kv:>9,.0f} MiB{share:>12.0%}  {used}")
-    for name, reason in cell["left_out"].items():
-        print(f"{name:<22}    {reason}")
-    for name, ratio in cell["ratios"].items():
-        print(f"    {name}: {ratio:.2f}")
-
-
 def main() -> None:
     parser = experiment_parser("whole_step", __doc__)
-    parser.add_argument("--model", choices=CONTEXTS, default=next(iter(CONTEXTS)))
+    add_row_options(parser, CONTEXTS, ROWS, rounds=15)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens (default: by --model)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=get_num_threads())
-    add_python_options(parser)
     arguments = parser.parse_args()
     contexts = arguments.contexts or CONTEXTS[arguments.model]
-    pythons = pythons_of(arguments)
-    set_num_threads(arguments.threads)
-    torch.set_num_threads(arguments.threads)
+    given = set_up(arguments, ROWS)
+    if max(contexts) > given.model.config.max_position_embeddings:
+        parser.error(f"{arguments.model} has {given.model.config.max_position_embeddings:,} positions.")
     memory = MemoryReader(arguments.buffer_mib)
     read_bandwidth(memory)
-    model = step_model(arguments.model)
-    if max(contexts) > model.config.max_position_embeddings:
-        parser.error(f"{arguments.model} has {model.config.max_position_embeddings:,} positions.")
-    left_out = reasons_to_leave_out(pythons)
-    if arguments.model in EXPERTS:
-        left_out["fused"] = "layers with experts are not fused"
-    rows = [row for row in ROWS.values() if row.name in arguments.rows and row.engine not in left_out]
-    files = {
-        bits: gguf_file(arguments.model, bits, model)
-        for bits in sorted({row.weight_bits for row in rows if row.engine in LIBRARIES})
-    }
-    if not rows:
-        sys.exit("Nothing is left to measure. " + " ".join(f"{name}: {why}." for name, why in left_out.items()))
-    ours = OurModels(model, rows)
-    options = BestOptions(pythons, files, arguments.threads)
-    bench = Bench(model.config, ours, files, pythons, options, memory, arguments.rounds)
-    cells = []
-    for context in contexts:
-        cells.append(bench.measure(rows, context))
-        print_cell(cells[-1])
-    for library, reason in left_out.items():
-        print(f"{library} is left out: {reason}")
-    record = {
-        "model": arguments.model,
-        "prefill": "synthetic",
-        "dtype": str(DTYPE),
-        "threads": arguments.threads,
-        "cells": cells,
-        "options_tried_seconds": options.tried,
-        "left_out": left_out,
-    }
-    folder = arguments.out or records.RESULTS / "whole_step" / arguments.model
-    print(f"record: {records.save('whole_step', record, folder)}")
-    print(
-        json.dumps(
-            {
-                str(cell["context_tokens"]): {name: round(ratio, 2) for name, ratio in cell["ratios"].items()}
-                for cell in cells
-            }
-        )
+    options = BestOptions(given.pythons, given.files, arguments.threads)
+    bench = Bench(given, options, memory, arguments.rounds)
+    publish(
+        "whole_step",
+        ((str(context), bench.measure(context)) for context in contexts),
+        arguments.out or records.RESULTS / "whole_step" / arguments.model,
+        lambda cell: cell["ratios"],
+        model=arguments.model,
+        prefill="synthetic",
+        dtype=str(DTYPE),
+        threads=arguments.threads,
+        options_tried_seconds=options.tried,
+        left_out=given.left_out,
     )
 
 

@@ -10,23 +10,37 @@ turn it is not sleep.
 """
 
 import argparse
-import json
+import copy
 import os
 import statistics
 import subprocess
 import sys
-import textwrap
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from experiments.common import records
-from experiments.processes.told_decoder import DECODERS, DTYPE, LLAMA_LAYERS, VOCABULARY, ToldDecoder
+from experiments.common.decoding import GreedyDecoder
+from experiments.common.harness import finish
+from experiments.common.options import plain_parser
+from experiments.common.synthetic import CACHES, filled_cache, llama_1b_config
+from experiments.common.timing import seconds_of
+from experiments.common.told_process import ToldProcess, tell
+from hf_hybrid_cache import QuantizedHybridCache, fuse_decode, get_num_threads, quantize_weights
+from hf_hybrid_cache.models import load
+from hf_hybrid_cache.models.random_weights import random_llama
 
+DTYPE = torch.bfloat16
+# A small vocabulary: with all of Llama 3.2-1B's, the output layer would take more time than a few layers.
+VOCABULARY = 4096
+LLAMA_LAYERS = "llama-layers"
+IN_4_BITS, IN_ONE_CALL = "4 bits", "4 bits, in one call"
+# The decoders: each cache with the model's own weights, and ours with weights, keys and values quantized.
+DECODERS = (*CACHES, IN_4_BITS, IN_ONE_CALL)
 DEFAULT = "default"
 # The baseline among `DECODERS`, which takes turns with the others in the same process.
 STOCK = "stock"
@@ -39,6 +53,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
     **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
 }
+# Variables that each process gets anew, whatever the experiment was started with.
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
 # Ends with the experiment, also where that is killed.
 _BUSY = """
 import os
@@ -64,14 +80,14 @@ def busy_processes(number: int) -> Iterator[None]:
         yield
 
 
-def measure(decoders: Mapping[str, ToldDecoder], busy: Iterable[int], rounds: int, steps: int) -> Samples:
+def measure(decoders: Mapping[str, ToldProcess], busy: Iterable[int], rounds: int, steps: int) -> Samples:
     """Measure all settings in turns, in alternating order, each round with all numbers of busy processes."""
     samples: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(rounds):
         for number in busy:
             with busy_processes(number):
                 for name in list(decoders)[:: -1 if turn % 2 else 1]:
-                    for cache, seconds in decoders[name].seconds(steps).items():
+                    for cache, seconds in decoders[name].ask(steps).items():
                         samples[name, number][cache] += seconds
     return samples
 
@@ -120,11 +136,39 @@ def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def answers(model_name: str, layers: int, context: int) -> Iterator[Any]:
+    """Yield the numbers of threads, and, told a number of steps, seconds of so many of each of `DECODERS`."""
+    warnings.filterwarnings("ignore", "Decode steps take")  # slow steps are what is measured
+    if model_name == LLAMA_LAYERS:
+        config = llama_1b_config(layers)
+        config.vocab_size = VOCABULARY
+        model: Any = random_llama(config, DTYPE)
+    else:
+        model, _ = load(model_name, DTYPE, torch.device("cpu"))
+    quantized = copy.deepcopy(model)
+    quantize_weights(quantized, 4)
+    in_one_call = copy.deepcopy(quantized)
+    fused = fuse_decode(in_one_call)
+    pairs: dict[str, Any] = {name: (model, make) for name, make in CACHES.items()}
+    for name, each in ((IN_4_BITS, quantized), (IN_ONE_CALL, in_one_call)):
+        pairs[name] = each, lambda config: QuantizedHybridCache(config, bits=4)
+    decoders = {}
+    for name, (each, make) in pairs.items():
+        decoders[name] = GreedyDecoder(each, filled_cache(make, model, context))
+        decoders[name].step()  # compiles
+    if fused.fused_steps != 1:
+        raise RuntimeError(f"No step ran in one call: {fused}")
+    yield {"torch": torch.get_num_threads(), "kernels": get_num_threads()}
+    for line in sys.stdin:
+        samples = {}
+        for name, decoder in decoders.items():
+            decoder.step()
+            samples[name] = [seconds_of(decoder.step) for _ in range(int(line))]
+        yield samples
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/busy_machine)")
+    parser = plain_parser("busy_machine", __doc__)
     parser.add_argument("--settings", choices=SETTINGS, nargs="+", default=list(SETTINGS), help="besides the default")
     parser.add_argument("--busy", type=int, nargs="+", default=[1, 2], help="numbers of busy processes, besides none")
     parser.add_argument("--model", default=LLAMA_LAYERS, help="a model by name (default: layers of Llama's shape)")
@@ -132,16 +176,22 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192, help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="timed in each turn with each cache")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.answer:
+        tell(answers(arguments.model, arguments.layers, arguments.context))
+        return
     chosen = list(dict.fromkeys([DEFAULT, *arguments.settings]))
     busy = sorted({0, *arguments.busy})
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    command = [sys.executable, "-m", "experiments.processes.busy_machine", "--answer", *sys.argv[1:]]
     with ExitStack() as stack:
         decoders = {}
         for name in chosen:
-            decoder = ToldDecoder(SETTINGS[name], arguments.model, arguments.layers, arguments.context)
-            decoders[name] = stack.enter_context(closing(decoder))
-            print(f"{name}: threads of {', '.join(f'{place} {number}' for place, number in decoder.threads.items())}")
-        threads = {name: decoder.threads for name, decoder in decoders.items()}
+            process = ToldProcess(command, environment=inherited | SETTINGS[name])
+            decoders[name] = stack.enter_context(closing(process))
+            print(f"{name}: threads of {', '.join(f'{place} {number}' for place, number in process.first.items())}")
+        threads = {name: process.first for name, process in decoders.items()}
         cells = cells_of(measure(decoders, busy, arguments.rounds, arguments.steps))
     print(table(cells, busy))
     record = {
@@ -155,18 +205,13 @@ def main() -> None:
         "settings": {name: {"environment": SETTINGS[name], "threads": threads[name]} for name in chosen},
         "cells": cells,
     }
-    print(f"record: {records.save('busy_machine', record, arguments.out)}")
-    quiet = cells[0]["median_seconds"]
-    times = {
-        decoder: {
-            name: [
-                round(cell["median_seconds"][decoder] / quiet[decoder], 2) for cell in cells if cell["setting"] == name
-            ]
-            for name in chosen
-        }
-        for decoder in DECODERS
-    }
-    print(json.dumps(times))
+
+    def times(decoder: str, setting: str) -> list[float]:
+        quiet = cells[0]["median_seconds"][decoder]
+        return [round(cell["median_seconds"][decoder] / quiet, 2) for cell in cells if cell["setting"] == setting]
+
+    found = {decoder: {setting: times(decoder, setting) for setting in chosen} for decoder in DECODERS}
+    finish("busy_machine", record, found, arguments.out)
 
 
 if __name__ == "__main__":

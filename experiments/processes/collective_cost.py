@@ -10,14 +10,10 @@ few bytes, the latter for many. `gather` is torch's all_gather, which passes mes
 Worked out, and never measured: a token of a model on several machines, from `READ_BYTES_PER_SECOND` and `NETWORKS`.
 """
 
-import argparse
-import json
 import os
-import statistics
 import tempfile
-import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -27,7 +23,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from experiments.common import records
+from experiments.common.harness import Cell, publish, summed_up
+from experiments.common.options import plain_parser
 from hf_hybrid_cache.models import load_config
 
 SHAPES = {"meta-llama/Llama-3.2-1B": (1, 8), "meta-llama/Llama-3.1-8B": (1, 8)}
@@ -202,10 +199,7 @@ def measured(processes: int, sizes: list[int], repeats: int) -> dict[tuple[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/collective_cost)")
+    parser = plain_parser("collective_cost", __doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=list(PROCESSES))
     parser.add_argument("--repeats", type=int, default=500)
     options = parser.parse_args()
@@ -215,30 +209,24 @@ def main() -> None:
         config = load_config(name).get_text_config(decoder=True)
         for batch in batches:
             merged[f"{name}, batch {batch}"] = Merged(batch, config.num_attention_heads, config.head_dim)
-    cells = []
-    print(f"{'a layer merges':44}{'bytes':>10}{'processes':>11}{''.join(f'{way:>12}' for way in WAYS)}")
-    for processes in options.processes:
-        samples = measured(processes, [each.num_bytes // 4 for each in merged.values()], options.repeats)
-        for name, each in merged.items():
-            found = {way: samples[way, each.num_bytes // 4] for way in WAYS}
-            medians = {way: statistics.median(values) for way, values in found.items()}
-            print(
-                f"{name:44}{each.num_bytes:>10,}{processes:>11}"
-                + "".join(f"{medians[way] * 1e6:>9.0f} us" for way in WAYS)
-            )
-            cell = {"merged": name, **asdict(each), "num_bytes": each.num_bytes, "processes": processes}
-            cells.append({**cell, "median_seconds": medians, "samples_seconds": found})
+
+    def cells() -> Iterator[tuple[str, Cell]]:
+        for processes in options.processes:
+            samples = measured(processes, [each.num_bytes // 4 for each in merged.values()], options.repeats)
+            for name, each in merged.items():
+                told = {"merged": name, **asdict(each), "num_bytes": each.num_bytes, "processes": processes}
+                found = summed_up({way: samples[way, each.num_bytes // 4] for way in WAYS})
+                yield f"{name}, {processes}", told | found
+
+    worked_out, most = predictions(), limits()
     print("worked out for Llama-3.1-8B, weights and KV in 4.5 bits a number:")
-    worked_out = predictions()
     print("\n".join(table(worked_out)))
     print("from these on, twice as many processes make a token less than a tenth faster:")
-    print("\n".join(table(limits())))
+    print("\n".join(table(most)))
     socket = {"read_bytes_per_second": READ_BYTES_PER_SECOND}
     given = {"a socket": socket, **{name: asdict(network) for name, network in NETWORKS.items()}}
-    record = {"cells": cells, "worked_out": worked_out, "limits": limits(), "worked_out_from": given}
-    path = records.save("collective_cost", record, options.out)
-    print(f"record: {path}")
-    print(json.dumps({f"{c['merged']}, {c['processes']}": round(c["median_seconds"]["exchange"] * 1e6) for c in cells}))
+    record = {"worked_out": worked_out, "limits": most, "worked_out_from": given}
+    publish("collective_cost", cells(), options.out, lambda cell: cell["median_seconds"]["exchange"] * 1e6, **record)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,10 @@ what the others raise. `killed` ends the process; `stopped` leaves it there with
 for as long as the timeout of the group.
 """
 
-import argparse
-import json
 import os
 import random
 import signal
 import statistics
-import textwrap
 import time
 from datetime import timedelta
 from multiprocessing import get_context
@@ -25,8 +22,9 @@ import torch
 from torch import distributed
 from transformers import LlamaConfig
 
-from experiments.common import records
 from experiments.common.decoding import GreedyDecoder, prefill
+from experiments.common.harness import finish
+from experiments.common.options import plain_parser
 from hf_hybrid_cache import DynamicHybridCache, LostProcessError, set_num_threads
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -48,14 +46,9 @@ def _process(pipe: Connection, rank: int, processes: int, store: str, timeout: f
         timeout=timedelta(seconds=timeout),
     )
     config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        vocab_size=1000,
-    )
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32,
+    )  # fmt: skip
     model = random_llama(config, torch.float32)
     cache = DynamicHybridCache(config, cpu_decode=True, group=distributed.group.WORLD)
     ids = torch.randint(0, 1000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -110,10 +103,7 @@ def trial(what: str, processes: int, timeout: float, moment: random.Random) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/lost_process)")
+    parser = plain_parser("lost_process", __doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--killed", type=int, default=50, help="trials (default: %(default)s)")
     parser.add_argument("--stopped", type=int, default=10, help="likewise")
@@ -140,13 +130,9 @@ def main() -> None:
                 "median_seconds": statistics.median(taken),
                 "most_seconds": max(taken),
             }
-            print(
-                f"{what}: all others ended {ended} times of {len(of_these)}, after {statistics.median(taken):.2f} s "
-                f"(at most {max(taken):.2f})"
-            )
+            print(f"{what}: {answers[what]}")
     record = {"timeout_seconds": options.timeout, "answers": answers, "cells": trials}
-    print(f"record: {records.save('lost_process', record, options.out)}")
-    print(json.dumps(answers))
+    finish("lost_process", record, answers, options.out)
 
 
 if __name__ == "__main__":

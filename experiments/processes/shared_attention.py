@@ -9,26 +9,22 @@ model with random weights in bfloat16, which every process reads for itself. Key
 turns; who waits, sleeps. All of it is repeated with new processes, and ratios are the medians of theirs.
 """
 
-import argparse
-import json
 import os
 import socket
 import statistics
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from experiments.common import records
 from experiments.common.decoding import GreedyDecoder
+from experiments.common.harness import Cell, publish
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill, llama_1b_config, random_states
 from experiments.common.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, minmax, set_num_threads
@@ -139,7 +135,7 @@ def _attention(cache: HybridCache, config: LlamaConfig) -> Callable[[], None]:
 
 def measure(
     config: LlamaConfig, processes: int, bits: int | None, context: int, starts: int, rounds: int, tokens: int
-) -> dict[str, Any]:
+) -> Cell:
     """A cell: both in turns, in an order that alternates; a first round is not counted."""
     samples: dict[str, dict[str, list[list[float]]]] = {what: {"one": [], "shared": []} for what in (ATTENTION, STEP)}
     for _ in range(starts):
@@ -182,21 +178,8 @@ def measure(
     }
 
 
-def row(cell: dict[str, Any]) -> str:
-    """Format a cell as a line of the printed table."""
-    times = "".join(
-        f"{1e3 * of_sides['one']:>10.1f}{1e3 * of_sides['shared']:>10.1f}{cell['times_one'][what]:>8.2f}"
-        for what, of_sides in cell["median_seconds"].items()
-    )
-    bits = "bf16" if cell["bits"] is None else cell["bits"]
-    return f"{cell['context_tokens']:>9,}{bits:>6}{cell['processes']:>11}{times}{cell['share_of_bytes']:>9.3f}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/shared_attention)")
+    parser = plain_parser("shared_attention", __doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 131_072])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], help="16 is bfloat16")
@@ -208,28 +191,17 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = llama_1b_config(options.layers)
     config.vocab_size = VOCABULARY
-    head = "".join(f"{f'{what}: one':>12}, shared, times" for what in (ATTENTION, STEP))
-    print(f"{'tokens':>9}{'bits':>6}{'processes':>11}  {head} (ms)  share of bytes")
-    cells = []
-    for processes in options.processes:
-        for context in options.contexts:
-            for bits in options.bits:
-                width = None if bits == 16 else bits
-                cells.append(measure(config, processes, width, context, options.starts, options.rounds, options.tokens))
-                print(row(cells[-1]), flush=True)
-    record = {
-        "layers": options.layers,
-        "vocabulary": VOCABULARY,
-        "dtype": str(DTYPE),
-        "prefill": "synthetic",
-        "starts": options.starts,
-        "rounds": options.rounds,
-        "tokens": options.tokens,
-        "cells": cells,
-    }
-    print(f"record: {records.save('shared_attention', record, options.out)}")
-    times = {f"{each['bits'] or 16} bits, {each['context_tokens']} tokens": each["times_one"] for each in cells}
-    print(json.dumps({name: {what: round(ratio, 2) for what, ratio in of.items()} for name, of in times.items()}))
+    repeats = {"starts": options.starts, "rounds": options.rounds, "tokens": options.tokens}
+
+    def cells() -> Iterator[tuple[str, Cell]]:
+        for processes in options.processes:
+            for context in options.contexts:
+                for bits in options.bits:
+                    width = None if bits == 16 else bits
+                    yield f"{bits} bits, {context} tokens", measure(config, processes, width, context, **repeats)
+
+    told = {"layers": options.layers, "vocabulary": VOCABULARY, "dtype": str(DTYPE), "prefill": "synthetic"}
+    publish("shared_attention", cells(), options.out, lambda cell: cell["times_one"], **told, **repeats)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,21 @@ A run is good if the process ends with the code that its program asks for. How l
 end is what it waits for threads.
 """
 
-import argparse
-import json
 import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common import records
+from experiments.common.harness import finish
+from experiments.common.options import plain_parser
+from experiments.common.told_process import HERE
 
 _BEGINNING = """
 import os, sys, threading, time
@@ -68,7 +67,7 @@ def run(use: str, end: str, is_pinned: bool, seconds: float | None, kernels: Pat
     command = [sys.executable, "-c", _BEGINNING + USES[use] + _PROMPT + last]
     done = subprocess.run(
         [*command, "pinned" if is_pinned else "free", "compiled" if seconds is None else str(seconds)],
-        cwd=records.RESULTS.parent,
+        cwd=HERE,
         env=os.environ | ({} if kernels is None else {"NUMBA_CACHE_DIR": str(kernels)}),
         capture_output=True,
         text=True,
@@ -106,10 +105,7 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/short_programs)")
+    parser = plain_parser("short_programs", __doc__)
     parser.add_argument("--warm", type=int, default=300, help="runs with compiled kernels (default: %(default)s)")
     parser.add_argument("--cold", type=int, default=48, help="runs that compile (default: %(default)s)")
     parser.add_argument("--uses", choices=USES, nargs="+", default=list(USES))
@@ -136,8 +132,7 @@ def main() -> None:
             f"last line to the end, {answer['most_seconds_to_end']} at most"
         )
     record = {"longest_seconds_after_tokens": options.longest, "answers": answers, "cells": cells}
-    print(f"record: {records.save('short_programs', record, options.out)}")
-    print(json.dumps(answers))
+    finish("short_programs", record, answers, options.out)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,20 @@ and tokens a second of a model with few layers and a small vocabulary at the sam
 of threads taking turns. The ceiling of each is the read bandwidth with as many threads.
 """
 
-import json
 import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, read_bandwidth
 from experiments.common.decoding import GreedyDecoder
+from experiments.common.harness import Cell, publish
 from experiments.common.options import experiment_parser
-from experiments.common.synthetic import decode_states, fill, kv_bytes, llama_1b_config, random_states
+from experiments.common.synthetic import decode_states, filled_cache, kv_bytes, llama_1b_config, random_states
 from experiments.common.timing import in_turns, medians
 from experiments.common.topology import num_numa_nodes, num_sockets
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
@@ -41,12 +39,10 @@ def small_decoder(num_tokens: int, num_layers: int = 2, vocabulary: int = 4096) 
     config = llama_1b_config(num_layers)
     config.vocab_size = vocabulary
     model = random_llama(config, DTYPE)
-    cache = DynamicHybridCache(config)
-    fill(cache, config, num_tokens, DTYPE)
-    return GreedyDecoder(model, cache)
+    return GreedyDecoder(model, filled_cache(DynamicHybridCache, model, num_tokens))
 
 
-def measure(threads: list[int], num_tokens: int, rounds: int, reader: MemoryReader) -> list[dict[str, Any]]:
+def measure(threads: list[int], num_tokens: int, rounds: int, reader: MemoryReader) -> list[Cell]:
     """Measure all numbers of threads in turns; return a cell for each, with raw samples in seconds."""
     torch.manual_seed(0)
     attend, decoder = attention(num_tokens), small_decoder(num_tokens)
@@ -90,14 +86,16 @@ def main() -> None:
     reader = MemoryReader(arguments.buffer_mib)
     read_bandwidth(reader)
     cells = measure(arguments.threads, arguments.tokens, arguments.rounds, reader)
-    print(f"{'threads':>7} {'read GB/s':>10} {'attention GB/s':>15} {'decode tokens/s':>16}")
-    for cell in cells:
-        read, attended = (cell[name] / 1e9 for name in ("read_bytes_per_second", "kv_bytes_per_second"))
-        print(f"{cell['threads']:>7} {read:>10.1f} {attended:>15.1f} {cell['decode_tokens_per_second']:>16.1f}")
     print("Stay on one socket: its cores read the memory of another at a fraction of the speed of their own.")
-    record = {"machine": machine, "tokens": arguments.tokens, "dtype": str(DTYPE), "cells": cells}
-    print(f"record: {records.save('thread_sweep', record, arguments.out)}")
-    print(json.dumps({str(cell["threads"]): round(cell["kv_bytes_per_second"] / 1e9, 2) for cell in cells}))
+    publish(
+        "thread_sweep",
+        ((str(cell["threads"]), cell) for cell in cells),
+        arguments.out,
+        lambda cell: cell["kv_bytes_per_second"] / 1e9,
+        machine=machine,
+        tokens=arguments.tokens,
+        dtype=str(DTYPE),
+    )
 
 
 if __name__ == "__main__":

@@ -8,23 +8,21 @@ of SmolLM2, one after the other and several at once. No peer for transformers sh
 vLLM (cascade attention) and llama.cpp (`kv-unified`) do in engines of their own.
 """
 
-import argparse
 import copy
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments.common import records
 from experiments.common.decoding import prefill
+from experiments.common.harness import Cell, finish, rounded, table, turns
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill, llama_1b_config
 from experiments.common.texts import english_ids
-from experiments.common.timing import in_turns, medians
+from experiments.quality.quality_caches import stored_bytes
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
@@ -37,23 +35,14 @@ STEPS_A_SAMPLE = 3
 QUESTION_TOKENS = 16
 
 
-def held_bytes(cache: Any) -> int:
-    """Return the bytes of keys and values, of our caches and of transformers'."""
-    if not isinstance(cache, HybridCache):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    memory = cache.memory()
-    return memory.host_bytes + memory.device_bytes
-
-
-def measure_steps(context: int, continuations: int, num_layers: int, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a step, and bytes of the caches, for each type of the cache."""
+def measure_steps(context: int, continuations: int, num_layers: int, rounds: int) -> Iterator[Cell]:
+    """Yield seconds of a step, and bytes of the caches, for each type of the cache."""
     config = llama_1b_config(num_layers)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    cells = []
     for name, make in CACHES.items():
         shared, alone = make(config), make(config)
         fill(shared, config, context, torch.bfloat16)
-        of_one = held_bytes(shared)
+        of_one = stored_bytes(shared)
         shared.batch_repeat_interleave(continuations)
         fill(alone, config, context, torch.bfloat16, batch=continuations)
         ids = torch.randint(5, config.vocab_size, (continuations, 1), generator=torch.Generator().manual_seed(0))
@@ -64,27 +53,23 @@ def measure_steps(context: int, continuations: int, num_layers: int, rounds: int
                 model(ids, **cache_argument(cache))  # noqa: B023
 
         caches = {"one prompt": shared, "a prompt each": alone}
-        actions = {each: partial(step, cache) for each, cache in caches.items()}
-        samples = in_turns(actions, rounds, lambda name: None)
-        seconds = {each: value / STEPS_A_SAMPLE for each, value in medians(samples).items()}
-        sizes = {"one sequence": of_one} | {each: held_bytes(cache) for each, cache in caches.items()}
-        cells.append(
-            {
-                "cache": name,
-                "context": context,
-                "continuations": continuations,
-                "layers": num_layers,
-                "median_seconds": seconds,
-                "times_as_fast": seconds["a prompt each"] / seconds["one prompt"],
-                "bytes": sizes,
-                "memory_of_one": sizes["one prompt"] / sizes["one sequence"],
-                "samples_seconds": samples,
-            }
-        )
-    return cells
+        cell = turns({each: partial(step, cache) for each, cache in caches.items()}, rounds)
+        seconds = {each: value / STEPS_A_SAMPLE for each, value in cell["median_seconds"].items()}
+        sizes = {"one sequence": of_one} | {each: stored_bytes(cache) for each, cache in caches.items()}
+        yield {
+            "cache": name,
+            "context": context,
+            "continuations": continuations,
+            "layers": num_layers,
+            **cell,
+            "median_seconds": seconds,
+            "times_as_fast": seconds["a prompt each"] / seconds["one prompt"],
+            "bytes": sizes,
+            "memory_of_one": sizes["one prompt"] / sizes["one sequence"],
+        }
 
 
-def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> dict[str, Any]:
+def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> Cell:
     """Seconds of a beam search after a prompt that is stored already, and bytes of the caches after it."""
     loaded: Any = load("smollm2-135m", torch.float32, "cpu")
     model, tokenizer = loaded
@@ -116,22 +101,20 @@ def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> dic
     def before(name: str) -> None:
         used[name] = copy.deepcopy(filled[name])
 
-    samples = in_turns({name: partial(search, name) for name in makers}, rounds, before)
-    sizes = {name: held_bytes(cache) for name, cache in used.items()}
-    seconds = medians(samples)
+    cell = turns({name: partial(search, name) for name in makers}, rounds, before)
+    seconds = cell["median_seconds"]
     return {
         "context": context,
         "beams": beams,
         "new_tokens": new_tokens,
-        "median_seconds": seconds,
+        **cell,
         "times_as_fast_as_stock": {name: seconds["stock"] / each for name, each in seconds.items()},
-        "bytes": sizes,
+        "bytes": {name: stored_bytes(cache) for name, cache in used.items()},
         "same_answer_as_stock": {name: answer == answers["stock"] for name, answer in answers.items()},
-        "samples_seconds": samples,
     }
 
 
-def measure_questions(context: int, count: int, together: list[int], new_tokens: int, rounds: int) -> dict[str, Any]:
+def measure_questions(context: int, count: int, together: list[int], new_tokens: int, rounds: int) -> Cell:
     """Seconds of answers to questions about a document that is stored already, so many at once."""
     loaded: Any = load("smollm2-135m", torch.float32, "cpu")
     model, tokenizer = loaded
@@ -157,21 +140,20 @@ def measure_questions(context: int, count: int, together: list[int], new_tokens:
             cache.crop(context - cache.get_seq_length())
             cache.batch_select_indices(torch.tensor([0]))
 
-    samples = in_turns({str(each): partial(ask, each) for each in (1, *together)}, rounds, lambda name: None)
-    seconds = medians(samples)
+    cell = turns({str(each): partial(ask, each) for each in (1, *together)}, rounds)
+    seconds = cell["median_seconds"]
     return {
         "context": context,
         "questions": count,
         "new_tokens": new_tokens,
-        "median_seconds": seconds,
+        **cell,
         "times_as_fast_as_one_after_the_other": {name: seconds["1"] / each for name, each in seconds.items()},
         "same_answers": {str(each): found == answers[1] for each, found in answers.items()},
-        "samples_seconds": samples,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser("continuations", __doc__)
     parser.add_argument("--contexts", type=int, nargs="*", default=[2_048, 32_768])
     parser.add_argument("--continuations", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
@@ -184,39 +166,24 @@ def main() -> None:
     parser.add_argument("--question-context", type=int, default=4_000)
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--question-rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/continuations)")
     options = parser.parse_args()
-    steps: list[dict[str, Any]] = []
+    steps: list[Cell] = []
     for context in options.contexts:
         for cell in measure_steps(context, options.continuations, options.layers, options.rounds):
-            seconds = cell["median_seconds"]
-            print(
-                f"{context:>7,} tokens, {cell['cache']:>8}: {seconds['one prompt'] * 1e3:>6.0f} ms a step, "
-                f"{seconds['a prompt each'] * 1e3:>6.0f} ms with a prompt each, {cell['times_as_fast']:.2f}x; "
-                f"memory {cell['memory_of_one']:.3f} of one",
-                flush=True,
-            )
+            print(table("a step", cell), flush=True)
             steps.append(cell)
-    beams = None
+    answers = {f"{cell['cache']}, {cell['context']}": cell["times_as_fast"] for cell in steps}
+    beams = questions = None
     if options.beam_context:
         beams = measure_beams(options.beam_context, options.beams, options.new_tokens, options.beam_rounds)
-        for name, seconds in beams["median_seconds"].items():
-            print(
-                f"{options.beams} beams, {options.new_tokens} tokens, {name:>12}: {seconds:.1f} s, "
-                f"{beams['times_as_fast_as_stock'][name]:.2f}x, {beams['bytes'][name] / 2**20:,.0f} MiB",
-                flush=True,
-            )
-    questions = None
+        print(table("beams", beams), flush=True)
+        answers |= beams["times_as_fast_as_stock"]
     if options.questions:
         sizes = options.question_context, options.questions, options.at_once, options.new_tokens
         questions = measure_questions(*sizes, options.question_rounds)
-        for name, seconds in questions["median_seconds"].items():
-            faster = questions["times_as_fast_as_one_after_the_other"][name]
-            print(f"{options.questions} questions, {name:>2} at once: {seconds:.1f} s, {faster:.2f}x", flush=True)
+        print(table("questions at once", questions), flush=True)
     record = {"model": "llama-3.2-1b-random", "cells": steps, "beams": beams, "questions": questions}
-    print(f"record: {records.save('continuations', record, options.out)}")
-    gains = {f"{cell['cache']}, {cell['context']}": cell["times_as_fast"] for cell in steps}
-    print(json.dumps(gains | (beams["times_as_fast_as_stock"] if beams else {})))
+    finish("continuations", record, rounded(answers), options.out)
 
 
 if __name__ == "__main__":

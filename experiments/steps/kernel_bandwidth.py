@@ -6,12 +6,10 @@ handles of a cache, of full precision or quantized; "portable" is the quantized 
 gets its own best layout, once with the queries packed into the KV heads, and once with enable_gqa=True, as transformers
 calls it. All formats and ways take turns. Data is cold and code is warm, as in the layers of a model: before each
 sample large buffers are read, and then the same call runs over a few other tokens. The ceiling is a plain sum of as
-many bytes. With `--queries` each head has several, as when guessed tokens are checked together: then arithmetic is the
-limit.
+many bytes.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,11 +17,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, mapped_words, plain_sum, read_bandwidth
+from experiments.common.harness import Cell, cold_turns, finish, rounded, table
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import decode_states, llama_1b_config, random_states
-from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels, uses_integer_kernels
 
@@ -43,14 +40,14 @@ class Layer:
         ways: by name, what is timed.
     """
 
-    def __init__(self, format_name: str, num_tokens: int, queries: int):
+    def __init__(self, format_name: str, num_tokens: int):
         torch.manual_seed(0)
         config, dtype = llama_1b_config(num_layers=1), DTYPES.get(format_name, torch.bfloat16)
         keys, values = (random_states(config, num_tokens, dtype) for _ in range(2))
         bits = BITS.get(format_name)
         make_cache = partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache
         cache = make_cache(config, cpu_decode=True)
-        query, our_keys, our_values = decode_states(config, keys, values, cache, queries)
+        query, our_keys, our_values = decode_states(config, keys, values, cache)
         self._cache = cache
         self._dtype = dtype
         self._packed = query.view(1, keys.shape[1], -1, keys.shape[-1])
@@ -87,33 +84,26 @@ def without_integers(attend: Callable[[], Any]) -> Any:
         set_integer_kernels(None)
 
 
-def measure(formats: list[str], num_tokens: int, queries: int, repeats: int, reader: MemoryReader) -> dict[str, Any]:
+def measure(formats: list[str], num_tokens: int, repeats: int, reader: MemoryReader) -> Cell:
     """Check that all ways give the same, then time them in turns; raw samples in seconds, by "format way"."""
-    layers = {name: Layer(name, num_tokens, queries) for name in formats}
-    others = {name: Layer(name, WARM_UP_TOKENS, queries) for name in formats}
+    layers, others = ({name: Layer(name, tokens) for name in formats} for tokens in (num_tokens, WARM_UP_TOKENS))
     errors = {name: layer.check() for name, layer in layers.items()}
 
     def ways(of: dict[str, Layer]) -> dict[str, Callable[[], Any]]:
         return {f"{name} {way}": action for name, layer in of.items() for way, action in layer.ways.items()}
 
-    warm_up = ways(others)
-
-    def make_data_cold_and_code_warm(name: str) -> None:
-        reader.read()
-        warm_up[name]()
-
     reader.forget()
-    samples = in_turns(ways(layers), repeats, make_data_cold_and_code_warm)
-    seconds = medians(samples)
+    timed = cold_turns(ways(layers), repeats, reader, ways(others))
+    seconds = timed["median_seconds"]
     return {
         "tokens": num_tokens,
         "formats": {name: describe(name, layer, seconds, errors[name]) for name, layer in layers.items()},
         "read_bandwidth": reader.report(),
-        "samples_seconds": samples,
+        "samples_seconds": timed["samples_seconds"],
     }
 
 
-def describe(name: str, layer: Layer, seconds: dict[str, float], errors: dict[str, float]) -> dict[str, Any]:
+def describe(name: str, layer: Layer, seconds: dict[str, float], errors: dict[str, float]) -> Cell:
     """Summarize one format: `ratio` has the time of each other way over ours."""
     own = {way: seconds[f"{name} {way}"] for way in layer.ways}
     ratio = {way: value / own["ours"] for way, value in own.items() if way not in ("ours", "plain_sum")}
@@ -133,30 +123,17 @@ def main() -> None:
     parser = experiment_parser("kernel_bandwidth", __doc__)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=FORMATS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536, 131_072])
-    parser.add_argument("--queries", type=int, default=1, help="of each head")
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     reader = MemoryReader(arguments.buffer_mib)
     read_bandwidth(reader)
-    print(f"{'tokens':>8} {'format':>6} {'KV':>10} {'ours':>10} {'GB/s':>6} {'of a sum':>9}  ours is faster than")
-    cells, answer = [], {}
+    cells, answers = [], {}
     for num_tokens in arguments.tokens:
-        cell = measure(arguments.formats, num_tokens, arguments.queries, arguments.repeats, reader)
-        cells.append(cell)
-        for name, result in cell["formats"].items():
-            seconds, share = result["median_seconds"]["ours"], result["share_of_read_bandwidth"]
-            others = ", ".join(f"{other} {ratio:.2f}x" for other, ratio in result["ratio"].items())
-            print(
-                f"{num_tokens:>8,} {name:>6} {result['kv_bytes'] / 2**20:>6.1f} MiB {seconds * 1e3:>7.3f} ms "
-                f"{result['kv_bytes_per_second'] / 1e9:>6.1f} {share:>9.0%}  {others}",
-                flush=True,
-            )
-            shown = {**result["ratio"], "share_of_read_bandwidth": share}
-            answer[f"{name} {num_tokens}"] = {key: round(value, 2) for key, value in shown.items()}
-    record = {"queries": arguments.queries, "cells": cells}
-    folder = records.RESULTS / f"kernel_bandwidth{'' if arguments.queries == 1 else f'_{arguments.queries}_queries'}"
-    print(f"record: {records.save('kernel_bandwidth', record, arguments.out or folder)}")
-    print(json.dumps(answer))
+        cells.append(measure(arguments.formats, num_tokens, arguments.repeats, reader))
+        for name, result in cells[-1]["formats"].items():
+            print(table(f"{name} {num_tokens}", result), flush=True)
+            answers[f"{name} {num_tokens}"] = rounded(result["ratio"])
+    finish("kernel_bandwidth", {"cells": cells}, answers, arguments.out)
 
 
 if __name__ == "__main__":

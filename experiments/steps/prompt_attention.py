@@ -8,19 +8,16 @@ values repeated beforehand; the faster of the two counts. All take turns. Quanti
 bfloat16.
 """
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.common import records
+from experiments.common.harness import Cell, publish, turns
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import llama_1b_config, random_states
-from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -66,52 +63,40 @@ class Layer:
         self.flops = 4 * heads * head_dim * pairs
 
 
-def measure(name: str, tokens: int, queries: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, tokens: int, queries: int, rounds: int) -> Cell:
     """Raw samples in seconds, and how many times as fast as torch ours is."""
     layer = Layer(name, tokens, queries)
     with torch.inference_mode():
         exact, found = layer.ways["torch_gqa"]().float(), layer.ways["ours"]().float()
-        samples = in_turns(layer.ways, rounds, before=lambda way: None)
-    seconds = medians(samples)
-    fastest = min(seconds["torch_gqa"], seconds["torch_repeated"])
+        cell = turns(layer.ways, rounds)
+    seconds = cell["median_seconds"]
     return {
         "form": name,
         "tokens": tokens,
         "queries": queries,
-        "median_seconds": seconds,
         "gflops": {way: layer.flops / each / 1e9 for way, each in seconds.items()},
-        "times_as_fast": fastest / seconds["ours"],
+        "times_as_fast": min(seconds["torch_gqa"], seconds["torch_repeated"]) / seconds["ours"],
         "largest_difference": float((exact - found).abs().max() / exact.abs().max()),
-        "samples_seconds": samples,
+        **cell,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = plain_parser("prompt_attention", __doc__)
     parser.add_argument("--forms", nargs="+", choices=[*DTYPES, *BITS], default=[*DTYPES, "int8", "int4"])
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS:QUERIES")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder of the record (default: results/prompt_attention)")
-    options = parser.parse_args()
-    print(f"{'form':>5} {'tokens':>7} {'queries':>8} {'ours':>9} {'torch':>9} {'GFLOP/s':>8} {'faster':>7}")
-    cells = []
-    for name in options.forms:
-        for size in options.sizes:
-            tokens, queries = (int(number) for number in size.split(":"))
-            if name in BITS and tokens == queries:
-                tokens, queries = tokens, tokens // 2  # the first chunk is attended to before it is quantized
-            cell = measure(name, tokens, queries, options.rounds)
-            cells.append(cell)
-            seconds = cell["median_seconds"]
-            fastest = min(seconds["torch_gqa"], seconds["torch_repeated"])
-            print(
-                f"{name:>5} {tokens:>7,} {queries:>8,} {seconds['ours'] * 1e3:>6.0f} ms {fastest * 1e3:>6.0f} ms "
-                f"{cell['gflops']['ours']:>8.0f} {cell['times_as_fast']:>6.2f}x",
-                flush=True,
-            )
-    print(f"record: {records.save('prompt_attention', {'cells': cells}, options.out)}")
-    ratios = {f"{cell['form']} {cell['tokens']}": round(cell["times_as_fast"], 2) for cell in cells}
-    print(json.dumps(ratios))
+    arguments = parser.parse_args()
+
+    def cells() -> Iterator[tuple[str, Cell]]:
+        for name in arguments.forms:
+            for size in arguments.sizes:
+                tokens, queries = (int(number) for number in size.split(":"))
+                if name in BITS and tokens == queries:
+                    queries = tokens // 2  # the first chunk is attended to before it is quantized
+                yield f"{name} {tokens}", measure(name, tokens, queries, arguments.rounds)
+
+    publish("prompt_attention", cells(), arguments.out, lambda cell: cell["times_as_fast"])
 
 
 if __name__ == "__main__":

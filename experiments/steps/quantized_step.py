@@ -5,20 +5,17 @@ A step is the update of the cache by one token, and attention to what it returns
 `DynamicCache` in full precision takes turns with them.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
-from experiments.common import records
 from experiments.common.bandwidth import MemoryReader
+from experiments.common.harness import Cell, cold_turns, over, publish
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import llama_1b_config, random_states
-from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import QuantizedHybridCache
 
 CACHES: dict[str, Callable[..., Cache]] = {
@@ -34,26 +31,19 @@ def step(cache: Cache, query: torch.Tensor, state: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def measure(num_tokens: int, bits: int, repeats: int, reader: MemoryReader) -> dict[str, Any]:
+def measure(num_tokens: int, bits: int, repeats: int, reader: MemoryReader) -> Cell:
     torch.manual_seed(0)
     config = llama_1b_config(num_layers=1)
     states = random_states(config, num_tokens, torch.bfloat16)
     state = states[:, :, -1:].clone()
     query = torch.randn(1, config.num_attention_heads, 1, states.shape[-1]).to(torch.bfloat16)
-    actions = {}
+    steps = {}
     for name, make in CACHES.items():
         cache = make(config, bits)
         cache.update(states, states, 0)
-        actions[name] = partial(step, cache, query, state)
-
-    def prepare(name: str) -> None:
-        reader.read()
-        actions[name]()  # code is warm; its data is not, after as much as this of the others
-
-    samples = in_turns(actions, repeats, prepare)
-    seconds = medians(samples)
-    ratio = {name: value / seconds["ours"] for name, value in seconds.items() if name != "ours"}
-    return {"tokens": num_tokens, "bits": bits, "median_seconds": seconds, "ratio": ratio, "samples_seconds": samples}
+        steps[name] = partial(step, cache, query, state)
+    cell = cold_turns(steps, repeats, reader)
+    return {"tokens": num_tokens, "bits": bits, "ratio": over(cell, "ours"), **cell}
 
 
 def main() -> None:
@@ -63,16 +53,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     reader = MemoryReader(arguments.buffer_mib)
-    print(f"{'tokens':>8} {'ours':>11} {'quanto':>11} {'DynamicCache':>13}   ours is faster than")
-    cells = []
-    for num_tokens in arguments.tokens:
-        cell = measure(num_tokens, arguments.bits, arguments.repeats, reader)
-        cells.append(cell)
-        ours, quanto, stock = (cell["median_seconds"][name] * 1e3 for name in ("ours", "quanto", "stock"))
-        ratios = ", ".join(f"{name} {value:.1f}x" for name, value in cell["ratio"].items())
-        print(f"{num_tokens:>8,} {ours:>8.3f} ms {quanto:>8.2f} ms {stock:>10.2f} ms   {ratios}", flush=True)
-    print(f"record: {records.save('quantized_step', {'cells': cells}, arguments.out)}")
-    print(json.dumps({str(cell["tokens"]): {name: round(r, 1) for name, r in cell["ratio"].items()} for cell in cells}))
+
+    def cells() -> Iterator[tuple[str, Cell]]:
+        for tokens in arguments.tokens:
+            yield str(tokens), measure(tokens, arguments.bits, arguments.repeats, reader)
+
+    publish("quantized_step", cells(), arguments.out)
 
 
 if __name__ == "__main__":

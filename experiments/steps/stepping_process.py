@@ -1,11 +1,12 @@
 """
 A program that decodes with the `hf_hybrid_cache` of any checkout: `checkouts` gives it the path and the work as JSON.
 
-It writes a line once it is ready, then takes numbers of steps, one a line, and answers each with the seconds of these
-steps. It uses nothing of the package that versions do not share.
+Its lines are those of `experiments.common.told_process`, which another checkout need not have: it is told numbers of
+steps, and answers with their seconds and all tokens. It uses nothing of the package that versions do not share.
 """
 
 import json
+import os
 import sys
 import time
 
@@ -33,7 +34,9 @@ def main() -> None:
 
     token = read(ids)
     tokens = [int(token)]
-    print("ready", flush=True)
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    print('{"answer": "ready"}', file=output)
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):
@@ -41,7 +44,7 @@ def main() -> None:
             token = read(token)
             seconds.append(time.perf_counter() - start)
             tokens.append(int(token))
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
+        print(json.dumps({"answer": [seconds, tokens]}), file=output)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from experiments.common import records
 from experiments.common.bandwidth import MemoryReader
+from experiments.common.harness import Cell, finish, rounded, table, turns
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import llama_1b_config
-from experiments.common.timing import in_turns, medians
+from experiments.common.told_process import HERE
 from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -81,7 +81,7 @@ def all_products(products: list[tuple[int, Product]], num_tokens: int) -> Callab
     return run
 
 
-def measure(layers: int, vocabulary: int, token_counts: list[int], rounds: int, buffer_mib: int | None) -> Any:
+def measure(layers: int, vocabulary: int, token_counts: list[int], rounds: int, buffer_mib: int | None) -> Cell:
     """Medians and samples by number of tokens."""
     plain = [weight.detach() for weight in matrices(layers, vocabulary)]
     columns = [weight.shape[1] for weight in plain]
@@ -102,18 +102,10 @@ def measure(layers: int, vocabulary: int, token_counts: list[int], rounds: int, 
         actions = {
             name: all_products(list(zip(columns, products, strict=True)), count) for name, products in forms.items()
         }
-        samples = in_turns(actions, rounds if count <= 16 else max(3, rounds // 4), lambda _: reader.read())
-        cells.append({"tokens": count, "median_seconds": medians(samples), "samples_seconds": samples})
+        cell = turns(actions, rounds if count <= 16 else max(3, rounds // 4), lambda _: reader.read())
+        cells.append({"tokens": count, **cell})
     weights = sum(weight.numel() for weight in plain)
     return {"weights": weights, "cells": cells, "read": reader.report()}
-
-
-def print_table(result: dict[str, Any]) -> None:
-    names = list(result["cells"][0]["median_seconds"])
-    print(f"{'tokens':>7}" + "".join(f"{name:>17}" for name in names))
-    for cell in result["cells"]:
-        seconds = cell["median_seconds"]
-        print(f"{cell['tokens']:>7}" + "".join(f"{seconds[name] * 1e3:>14.1f} ms" for name in names))
 
 
 def ratios(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -130,22 +122,17 @@ def ratios(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def in_process(instruction_set: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a process that sees only these instructions."""
-    given = ["--layers", "--vocabulary", "--rounds"]
-    values = [arguments.layers, arguments.vocabulary, arguments.rounds]
-    options = [text for pair in zip(given, values, strict=True) for text in map(str, pair)]
-    options += ["--tokens", *map(str, arguments.tokens)]
-    options += [] if arguments.buffer_mib is None else ["--buffer-mib", str(arguments.buffer_mib)]
+def in_process(instruction_set: str) -> Cell:
+    """Measure with the options of this process, in one that sees only these instructions."""
     answer = subprocess.run(
-        [sys.executable, "-m", "experiments.steps.weight_products", "--answer", *options],
-        cwd=records.RESULTS.parent,
+        [sys.executable, "-m", "experiments.steps.weight_products", "--answer", *sys.argv[1:]],
+        cwd=HERE,
         env=os.environ | INSTRUCTION_SETS[instruction_set],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    result: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    result: Cell = json.loads(answer.stdout.splitlines()[-1])
     return result | {"ratios": ratios(result["cells"])}
 
 
@@ -163,12 +150,12 @@ def main() -> None:
         return
     results = {}
     for name in INSTRUCTION_SETS:
-        results[name] = in_process(name, arguments)
-        print(f"{name}: memory is read at {results[name]['read']['bytes_per_second'] / 1e9:.1f} GB/s")
-        print_table(results[name])
+        results[name] = in_process(name)
+        for cell in results[name]["cells"]:
+            print(table(name, cell), flush=True)
     record = {"layers": arguments.layers, "group": GROUP, "rounds": arguments.rounds, "instruction_sets": results}
-    print(f"record: {records.save('weight_products', record, arguments.out)}")
-    print(json.dumps({name: result["ratios"] for name, result in results.items()}))
+    answers = {name: rounded(result["ratios"]) for name, result in results.items()}
+    finish("weight_products", record, answers, arguments.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
+from experiments.common.told_process import EndedError
 from experiments.experts.random_experts import random_model
-from experiments.peers import ik_llama_cpp, library_pythons, llama_cpp, llama_process
+from experiments.peers import ik_llama_cpp, llama_cpp, llama_process
 from experiments.peers.gguf_files import write_model
-from experiments.peers.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
-from experiments.peers.llama_options import BestOptions
-from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
+from experiments.peers.llama_cpp import FORMS
+from experiments.peers.llama_process import KV_FORMS, BestOptions, LlamaProcess, Settings
 from experiments.peers.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models.random_weights import random_llama
@@ -40,22 +41,19 @@ def no_files_left_open() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["llama", "experts"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Make a model with scaled rotary frequencies, and keys and values that llama.cpp can quantize."""
+    shape: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        "pad_token_id": None,
+    }  # fmt: skip
     if request.param == "experts":
-        config = Qwen3MoeConfig(
-            vocab_size=96, hidden_size=128, intermediate_size=256, moe_intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, num_experts=8,
-            num_experts_per_tok=3, norm_topk_prob=True, tie_word_embeddings=False, pad_token_id=None,
-        )  # fmt: skip
-        return random_model(config, torch.float32)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=None,
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        },
-    )  # fmt: skip
-    return random_llama(config, torch.float32)
+        experts = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        return random_model(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False), torch.float32)
+    rotary = {
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    return random_llama(LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rotary), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,7 @@ def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: i
 def test_llama_cpp_says_what_the_model_says(
     model: PreTrainedModel, file: Path, form: str, context: int | None, copies: int
 ):
-    engine = LlamaCppEngine(LlamaCppModel(file), FORMS[form], PROMPT, num_steps=1, threads=1, context=context)
+    engine = llama_cpp.Engine(llama_cpp.Model(file), FORMS[form], PROMPT, num_steps=1, threads=1, context=context)
     tokens = context or len(PROMPT)
     assert engine.num_tokens == tokens
     logits = torch.from_numpy(engine.step(7).copy())
@@ -105,7 +103,7 @@ def test_a_process_times_steps_or_tells_why_not(file: Path):
     assert process.holds["kv_bytes"] > 300 * 2 * 2 * 2 * 2 * 32
     assert process.library["package"].startswith("llama-cpp-python")
     process.close()
-    with pytest.raises(LlamaProcessError, match=r"llama.cpp cannot load .*missing"):
+    with pytest.raises(EndedError, match=r"llama.cpp cannot load .*missing"):
         LlamaProcess(sys.executable, replace(settings, file=f"{file}-missing"))
 
 
@@ -116,7 +114,7 @@ def test_best_options_are_looked_for_once_among_what_runs(monkeypatch: pytest.Mo
         def __init__(self, python: str, settings: Settings):
             asked.append(settings)
             if settings.repacked:
-                raise LlamaProcessError("ended by SIGILL")
+                raise EndedError("ended by SIGILL")
             self._seconds = settings.context / (2 if settings.form.flash else 1)
 
         def step(self, token: int) -> float:
@@ -128,18 +126,12 @@ def test_best_options_are_looked_for_once_among_what_runs(monkeypatch: pytest.Mo
     monkeypatch.setattr(llama_process, "LlamaProcess", FakeProcess)
     options = BestOptions(dict.fromkeys(LIBRARIES, "python"), {8: Path("8.gguf"), 4: Path("4.gguf")}, threads=1)
     for bits in (16, 8, 16):
-        settings = options.settings(Row("llama.cpp", 8, bits), 1000, steps=5)
-        assert (settings.file, settings.repacked, settings.form.bits, settings.form.flash) == (
-            "8.gguf",
-            False,
-            bits,
-            True,
-        )
-    assert options.tried == {
-        "llama.cpp W8": {"as in the file": 256, "repacked": "ended by SIGILL"},
-        "llama.cpp W4": {"as in the file": 256, "repacked": "ended by SIGILL"},
-        "llama.cpp KV16, 1,000 tokens": {"plain": 1000, "flash": 500},
-    }
+        found = options.settings(Row("llama.cpp", 8, bits), 1000, steps=5)
+        assert found == Settings("llama.cpp", "8.gguf", False, KV_FORMS[bits]["flash"], 1000, 5, 1)
+    of_weights = {"as in the file": 256, "repacked": "ended by SIGILL"}
+    of_attention = {"plain": 1000, "flash": 500}
+    tried = {"llama.cpp W8": of_weights, "llama.cpp W4": of_weights, "llama.cpp KV16, 1,000 tokens": of_attention}
+    assert options.tried == tried
     assert len(asked) == 6
 
 
@@ -161,13 +153,8 @@ def test_rows_of_other_groups_are_compared_by_way_of_the_shared_one():
         {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0, "fused W4/KV4": 1.5},
     ]
     relative = over_reference(medians, "ours W4/KV4")
-    assert relative == {
-        "ours W4/KV4": 1,
-        "stock W16/KV16": 8,
-        "ours W16/KV4": 4,
-        "ours W8/KV4": 2,
-        "fused W4/KV4": 0.75,
-    }
+    expected = {"ours W4/KV4": 1, "stock W16/KV16": 8, "ours W16/KV4": 4, "ours W8/KV4": 2, "fused W4/KV4": 0.75}
+    assert relative == expected
     assert ratios(relative) == {
         "ours W8/KV4 / ours W16/KV4": 0.5,
         "ours W4/KV4 / ours W16/KV4": 0.25,
@@ -178,12 +165,13 @@ def test_rows_of_other_groups_are_compared_by_way_of_the_shared_one():
 
 
 def test_a_library_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch: pytest.MonkeyPatch):
-    pythons = dict.fromkeys(LIBRARIES, "python")
-    monkeypatch.setattr(library_pythons, "find_spec", lambda name: name)
-    failures = iter([None, "ModuleNotFoundError: No module named 'ik_llama_cpp'"])
-    monkeypatch.setattr(llama_cpp, "failure_of", lambda command: next(failures))
-    assert library_pythons.reasons_to_leave_out(pythons) == {"ik_llama.cpp": f"not installed: {ik_llama_cpp.INSTALL}"}
-    monkeypatch.setattr(library_pythons, "find_spec", lambda name: None)
-    assert library_pythons.reasons_to_leave_out(pythons) == dict.fromkeys(
-        LIBRARIES, f"not installed: {llama_cpp.INSTALL}"
-    )
+    pythons = {"llama.cpp": sys.executable, "ik_llama.cpp": "false"}
+    if importlib.util.find_spec("llama_cpp"):
+        assert llama_process.reasons_to_leave_out(pythons) == {"ik_llama.cpp": "exit status 1"}
+    monkeypatch.setattr(llama_process, "find_spec", lambda name: name)
+    monkeypatch.setattr(llama_process, "failure_of", lambda command: "ModuleNotFoundError: none")
+    installs = {"llama.cpp": llama_cpp.INSTALL, "ik_llama.cpp": ik_llama_cpp.INSTALL}
+    expected = {library: f"not installed: {line}" for library, line in installs.items()}
+    assert llama_process.reasons_to_leave_out(pythons) == expected
+    monkeypatch.setattr(llama_process, "find_spec", lambda name: None)
+    assert llama_process.reasons_to_leave_out(pythons) == dict.fromkeys(LIBRARIES, expected["llama.cpp"])
