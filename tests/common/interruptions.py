@@ -1,4 +1,13 @@
-"""Raises an exception at any line that the package runs."""
+"""
+Raises an exception in the place of any line that the package runs, to see what an error or Ctrl-C there leaves.
+
+    counting = Interruption()
+    counting.run(action)                      # counts the lines of the package
+    for line in range(counting.lines):
+        prepare()
+        Interruption(OSError, line).run(action)   # as if that line had failed
+        check()                               # what was there is whole
+"""
 
 import dis
 import functools

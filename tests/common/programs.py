@@ -9,11 +9,19 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
-def run_program(program: str, **environment: str) -> None:
+def command(program: str) -> list[str]:
+    """Return the arguments that run Python code in a process of its own."""
+    return [sys.executable, "-c", program]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a process that may import the tests."""
+    return os.environ | more | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
+
+
+def run_program(program: str, **more: str) -> None:
     """Run Python code that may import the tests; fails if it does."""
-    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    environment = os.environ | environment | {"PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
+    subprocess.run(command(program), check=True, env=environment(**more), timeout=300)
 
 
 def wait_for_compilation() -> None:

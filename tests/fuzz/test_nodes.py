@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,29 +10,16 @@ import pytest
 from hypothesis import given
 
 from fuzz.altered import altered
-from hf_hybrid_cache import (
-    DynamicHybridCache,
-    HostMemoryError,
-    HybridCache,
-    IncompleteCacheError,
-    OffloadedHybridCache,
-    Placement,
-    PrefixStore,
-    QuantizedHybridCache,
-    minmax,
-)
+from hf_hybrid_cache import HostMemoryError, HybridCache, IncompleteCacheError, Placement, PrefixStore, minmax
 
 from common.soak import count, search_at_random
 from models.tiny_models import random_prompt, tiny_model
 from prefix_store.forged import describe, description_of, nodes_of
-from prefix_store.prompts import next_logits
+from prefix_store.prompts import FORMS, next_logits
 
 # The models have short contexts.
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")]
-PLACEMENTS: dict[str, Callable[..., HybridCache]] = {
-    "full": DynamicHybridCache,
-    "quantized": QuantizedHybridCache,
-    "offloaded": OffloadedHybridCache,
+PLACEMENTS = FORMS | {
     "dequantized": lambda config: HybridCache(config, codec=minmax(4), placement=Placement(cpu_decode=False)),
     "split": lambda config: HybridCache(
         config, codec=minmax(4), placement=Placement(cpu_decode=True, offload=True, device_tokens=192)

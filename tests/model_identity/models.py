@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,3 +27,18 @@ def differing(one: Identity, other: Identity) -> set[str]:
     """Names of the fields that differ."""
     assert (one.digest == other.digest) == (one == other)
     return {line.partition(":")[0] for line in one.differences(other)}
+
+
+def lora(**changes: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**options | changes)
+
+
+def adapted(**changes: Any) -> Any:
+    """A small model with the adapters "german", which is active, and "french"."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(new_llama(), lora(**changes), adapter_name="german")
+    model.add_adapter("french", lora(**changes))
+    return model.eval()

@@ -10,25 +10,13 @@ import torch
 from hf_hybrid_cache import DynamicHybridCache, PrefixStore
 from hf_hybrid_cache.model_identity import identity_of
 
-from model_identity.models import differing, identity, new_llama
+from model_identity.models import adapted, differing, identity, lora, new_llama
 from models.tiny_models import random_prompt
 
 peft = pytest.importorskip("peft")
 
 # Of peft, about transformers.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-def lora(**changes: Any) -> Any:
-    return peft.LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False} | changes)
-
-
-def adapted(**changes: Any) -> Any:
-    """A small model with the adapters "german", which is active, and "french"."""
-    torch.manual_seed(1)
-    model = peft.get_peft_model(new_llama(), lora(**changes), adapter_name="german")
-    model.add_adapter("french", lora(**changes))
-    return model.eval()
 
 
 def first_layer(model: Any) -> Any:

@@ -1,14 +1,12 @@
 """`generate` with a store gives the tokens of `prefill` and `generate`, and those of transformers' own cache."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
-from transformers.cache_utils import DynamicCache
+from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PrefixStoreError
@@ -16,8 +14,8 @@ from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
 from .prompts import FORMS, prompts
 from common.modes import ListStreamer
-from model_identity.models import new_llama
-from models.image_models import model_of_images, prompt_with_picture
+from model_identity.models import adapted
+from models.image_models import model_of_images
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 MODES: dict[str, dict[str, Any]] = {
@@ -121,14 +119,6 @@ def test_text_for_a_model_of_images_is_kept(tmp_path: Path):
     assert all(torch.equal(answer, answered(model, ids, **inputs)[0]) for answer in answers)
 
 
-def adapted(**changes: Any) -> Any:
-    """Return a small model with an adapter of PEFT that is active."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    return peft.get_peft_model(new_llama(), peft.LoraConfig(**OF_ADAPTERS | changes)).eval()
-
-
-OF_ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
 of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
@@ -140,22 +130,6 @@ def test_model_with_an_adapter_answers_as_without_a_store(tmp_path: Path):
         ours = model.generate(**options, custom_generate=PrefixStore(tmp_path), progress=found.append)
         assert torch.equal(ours, model.generate(**options))
     assert found == [0, 199, 199]
-
-
-# What is refused
-
-
-@of_peft
-@pytest.mark.parametrize(
-    ("adapter", "options", "name"),
-    [({}, {"adapter_names": ["__base__"]}, "adapter_names"), ({"alora_invocation_tokens": [9]}, {}, "alora_offsets")],
-)
-def test_adapters_that_are_chosen_for_a_call_are_refused(
-    adapter: dict[str, Any], options: dict[str, Any], name: str, tmp_path: Path
-):
-    ids = random_prompt(1, 200)
-    with pytest.raises(PrefixStoreError, match=f"cannot with {name}"):
-        adapted(**adapter).generate(input_ids=ids, custom_generate=PrefixStore(tmp_path), **options)
 
 
 @of_peft
@@ -171,48 +145,6 @@ def test_states_are_not_kept_while_a_call_chooses_adapters(tmp_path: Path):
     with of_call(), refused():
         store.keep(model, ids, cache, document_tokens=100)
     assert len(store.keep(model, ids, cache, document_tokens=100)) == 32
-
-
-# What is told, the options, and the prompt if it is another one.
-REFUSED: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
-    ("without padding.* hides 3 of their", lambda _: {"attention_mask": (torch.arange(20) > 2).long()[None]}),
-    ("Leave out position_ids", lambda _: {"position_ids": torch.arange(1, 21)[None]}),
-    ("cannot with assistant_model or prompt_lookup_num", lambda model: {"assistant_model": model}),
-    ("cannot with assistant_model or prompt_lookup_num", lambda _: {"prompt_lookup_num_tokens": 3}),
-    ("cannot with use_cache=False", lambda _: {"use_cache": False}),
-    ("cannot with synced_gpus", lambda _: {"synced_gpus": True}),
-    ("of this package .* got DynamicCache", lambda model: cache_argument(DynamicCache(config=model.config))),
-    ("not 'static'. Leave out cache_implementation", lambda _: {"cache_implementation": "static"}),
-    ("All 20 tokens are those of the document", lambda _: {"document_tokens": 20}),
-    (r"one prompt in a call, without padding\. There are 2", lambda _: {"input_ids": random_prompt(2, 20)}),
-    (
-        "cannot with inputs_embeds",
-        lambda model: {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(random_prompt(1, 20))},
-    ),
-    ("not part of transformers any more", lambda _: {"dola_layers": "high"}),
-    ("`streamer` cannot be used with beam", lambda _: {"num_beams": 2, "streamer": ListStreamer()}),
-]
-
-
-@pytest.mark.parametrize(("reason", "options_of"), REFUSED)
-def test_generate_when_a_store_cannot_serve_it_then_is_refused(
-    reason: str, options_of: Callable[[PreTrainedModel], dict[str, Any]], tmp_path: Path
-):
-    model, common = tiny_model("llama"), {"input_ids": random_prompt(1, 20), "max_new_tokens": 2, "do_sample": False}
-    with pytest.raises((PrefixStoreError, ValueError), match=reason):
-        model.generate(**common | options_of(model), custom_generate=PrefixStore(tmp_path))
-
-
-def test_images_are_refused(tmp_path: Path):
-    with pytest.raises(PrefixStoreError, match=r"images, sound or video \(image_token_id 120\)"):
-        model_of_images().generate(**prompt_with_picture(), custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
-
-
-def test_encoder_decoder_is_refused(tmp_path: Path):
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    with pytest.raises(PrefixStoreError, match=r"reads its prompt in the encoder.*Leave out custom_generate"):
-        model.generate(random_prompt(1, 9) % 32, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
 
 
 def test_cache_when_its_call_was_refused_then_can_be_used(tmp_path: Path):

@@ -18,7 +18,7 @@ from .prompts import FORMS, are_equal, hits, prompts, read
 from common.soak import count, search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
-CHUNK = 2048
+CHUNK, SHORT = 2048, [1, 63, 64, 65, 127, 128, 129, 300]
 
 # The models have short contexts.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
@@ -35,24 +35,39 @@ def test_hit_when_prompts_part_late_then_equals_a_cold_read(family: str, form: s
     assert hits(tmp_path, tiny_model(family), FORMS[form], first, second, second) == [0, reused, again]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_hit_when_a_document_ends_there_then_all_of_it_is_used(family: str, form: str, tmp_path: Path):
-    first, second = prompts(common=2500, first=20, second=40)
-    assert hits(tmp_path, tiny_model(family), FORMS[form], first, second, document=2500) == [0, 2500]
+def of_bits(bits: int) -> Any:
+    return partial(QuantizedHybridCache, bits=bits)
 
 
-@pytest.mark.parametrize(("length", "sink_tokens"), [(70, None), (150, None), (70, 128)])
-def test_hit_when_nothing_of_the_document_is_quantized_then_used(length: int, sink_tokens: int | None, tmp_path: Path):
-    first, second = prompts(common=length, first=300, second=400)
+def of_sinks(sink_tokens: int) -> Any:
+    return lambda config: HybridCache(config, codec=minmax(4, sink_tokens=sink_tokens, rotate=False))
 
-    def make(config: Any) -> HybridCache:
-        if sink_tokens is None:
-            return QuantizedHybridCache(config)
-        return HybridCache(config, codec=minmax(4, sink_tokens=sink_tokens, rotate=False))
 
-    found = hits(tmp_path, tiny_model("gemma3"), make, first, second, second, document=length)
-    assert found == [0, length, second.shape[1] - 1]
+# A family, how its cache is made, the tokens in common and of each prompt alone, whether those are a document, and how
+# many are found of the second prompt, and then again.
+HITS: list[tuple[str, Any, tuple[int, int, int], bool, list[int]]] = [
+    # All of a document is used; also where nothing of it is quantized.
+    *((family, make, (2500, 20, 40), True, [2500]) for family in ("llama", "gemma3", "qwen3_next") for make in FORMS),
+    *(("gemma3", "quantized", (length, 300, 400), True, [length, length + 399]) for length in (70, 150)),
+    ("gemma3", of_sinks(128), (70, 300, 400), True, [70, 469]),
+    # Short prompts.
+    *(("llama", "full", (common, 200, 260), False, [common]) for common in SHORT),
+    *(("llama", make, (common, 200, 260), False, [0]) for make in ("quantized", "offloaded") for common in SHORT),
+    # Little of quantized ones is read again.
+    ("llama", of_bits(4), (3700, 300, 150), False, [3584]),
+    ("llama", of_bits(8), (128, 1200, 128), False, [0]),
+    ("llama", of_bits(4), (128, 1200, 1023), False, [0]),
+    ("llama", of_bits(2), (128, 1200, 895), False, [0]),
+]
+
+
+@pytest.mark.parametrize(("family", "make", "lengths", "is_document", "found"), HITS)
+def test_hit_when_prompts_begin_alike_then_equals_a_cold_read(
+    family: str, make: Any, lengths: tuple[int, int, int], is_document: bool, found: list[int], tmp_path: Path
+):
+    first, second = prompts(*lengths)
+    document, read = lengths[0] * is_document, [first, *[second] * len(found)]
+    assert hits(tmp_path, tiny_model(family), FORMS.get(make, make), *read, document=document) == [0, *found]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
@@ -66,31 +81,12 @@ def test_hit_when_quantized_then_equals_a_cold_read(bits: int | tuple[int, int],
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("common", [1, 63, 64, 65, 127, 128, 129, 300])
-def test_hit_when_prompts_are_short_then_equals_a_cold_read(common: int, form: str, tmp_path: Path):
-    first, second = prompts(common, first=200, second=260)
-    found = hits(tmp_path, tiny_model("llama"), FORMS[form], first, second)
-    assert found == [0, common if form == "full" else 0]
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [2, 3, 4, 100, 128, 129])
 def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int, form: str, tmp_path: Path):
     longer, _ = prompts(common=300, first=10, second=10)
     found = hits(tmp_path, tiny_model("llama"), FORMS[form], longer, longer[:, :length])
     # A pass of fewer tokens than 128 has the bits of other kernels.
     assert found == [0, 128 if length == 129 and form == "full" else 0]
-
-
-@pytest.mark.parametrize(
-    ("bits", "common", "first", "second", "found"),
-    [(4, 3700, 300, 150, 3584), (8, 128, 1200, 128, 0), (4, 128, 1200, 1023, 0), (2, 128, 1200, 895, 0)],
-)
-def test_quantized_prompts_when_parting_then_little_is_reread(
-    bits: int, common: int, first: int, second: int, found: int, tmp_path: Path
-):
-    both = prompts(common, first, second)
-    assert hits(tmp_path, tiny_model("llama"), partial(QuantizedHybridCache, bits=bits), *both) == [0, found]
 
 
 @pytest.mark.soak

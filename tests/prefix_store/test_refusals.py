@@ -13,13 +13,51 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from .prompts import FORMS, are_equal, hits, prompts, read
+from .prompts import FORMS, alter_states, are_equal, hits, prompts, read
 from common.caches import group_of_one
-from model_identity.models import new_llama
+from common.modes import ListStreamer
+from model_identity.models import adapted, new_llama
+from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import random_prompt, tiny_model
 
 # The models have short contexts.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
+
+
+Call = Callable[[PrefixStore], object]
+
+
+def prefill(
+    make: Callable[[Any], Any] = DynamicHybridCache, shape: tuple[int, int] = (1, 9), family: str = "", **options: Any
+) -> Call:
+    def call(store: PrefixStore) -> None:
+        model = MODELS[family]()
+        store.prefill(model, random_prompt(*shape) % 32, make(model.config), **options)
+
+    return call
+
+
+def generate(family: str = "", options_of: Callable[[Any], dict[str, Any]] = lambda _: {}, **options: Any) -> Call:
+    def call(store: PrefixStore) -> None:
+        model = MODELS[family]()
+        given = {"input_ids": random_prompt(1, 20) % 32, "max_new_tokens": 2, "do_sample": False} | options
+        model.generate(**given | options_of(model), custom_generate=store)
+
+    return call
+
+
+def with_encoder() -> Any:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "": partial(tiny_model, "llama"),
+    "encoder": with_encoder,
+    "images": model_of_images,
+    "adapter": adapted,
+    "adapter of a call": partial(adapted, alora_invocation_tokens=[9]),
+}
 
 
 @torch.no_grad()
@@ -35,30 +73,48 @@ def that_was_reset(config: Any) -> HybridCache:
     return cache
 
 
-@pytest.mark.parametrize(
-    ("shape", "make", "document_tokens", "reason"),
-    [
-        ((1, 9), lambda config: DynamicCache(config=config), 0, "DynamicCache"),
-        ((1, 9), partial(that_has_read, 8, DynamicHybridCache), 0, "holds 8 tokens already"),
-        ((1, 400), that_was_reset, 0, "chosen its codecs"),
-        ((2, 9), DynamicHybridCache, 0, "one sequence, got 2"),
-        ((1, 1), DynamicHybridCache, 0, "at least two tokens"),
-        ((1, 9), DynamicHybridCache, 10, "document_tokens must be 0 to 9"),
-    ],
-)
-def test_prefill_when_a_prompt_cannot_be_kept_then_is_refused(
-    shape: tuple[int, int], make: Callable[[Any], Any], document_tokens: int, reason: str, tmp_path: Path
-):
-    model, store = tiny_model("llama"), PrefixStore(tmp_path)
-    with pytest.raises(PrefixStoreError, match=reason):
-        store.prefill(model, random_prompt(*shape), make(model.config), document_tokens=document_tokens)
+def embedded(model: Any) -> dict[str, Any]:
+    return {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(random_prompt(1, 20))}
 
 
-def test_prefill_when_model_has_an_encoder_then_is_refused(tmp_path: Path):
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
-    with pytest.raises(PrefixStoreError, match="encoder"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
+REFUSED: list[tuple[str, Call]] = [
+    ("DynamicCache", prefill(lambda config: DynamicCache(config=config))),
+    ("holds 8 tokens already", prefill(partial(that_has_read, 8, DynamicHybridCache))),
+    ("chosen its codecs", prefill(that_was_reset, (1, 400))),
+    ("one sequence, got 2", prefill(shape=(2, 9))),
+    ("at least two tokens", prefill(shape=(1, 1))),
+    ("document_tokens must be 0 to 9", prefill(document_tokens=10)),
+    ("encoder", prefill(family="encoder")),
+    ("reads its prompt in the encoder.*Leave out custom_generate", generate("encoder")),
+    (r"images, sound or video \(image_token_id 120\)", generate("images", **prompt_with_picture())),
+    ("cannot with adapter_names", generate("adapter", adapter_names=["__base__"])),
+    ("cannot with alora_offsets", generate("adapter of a call")),
+    ("without padding.* hides 3 of their", generate(attention_mask=(torch.arange(20) > 2).long()[None])),
+    ("Leave out position_ids", generate(position_ids=torch.arange(1, 21)[None])),
+    ("cannot with assistant_model or prompt_lookup", generate("", lambda model: {"assistant_model": model})),
+    ("cannot with assistant_model or prompt_lookup", generate(prompt_lookup_num_tokens=3)),
+    ("cannot with use_cache=False", generate(use_cache=False)),
+    ("cannot with synced_gpus", generate(synced_gpus=True)),
+    (
+        "of this package .* got DynamicCache",
+        generate("", lambda model: cache_argument(DynamicCache(config=model.config))),
+    ),
+    ("not 'static'. Leave out cache_implementation", generate(cache_implementation="static")),
+    ("All 20 tokens are those of the document", generate(document_tokens=20)),
+    (r"one prompt in a call, without padding\. There are 2", generate(input_ids=random_prompt(2, 20))),
+    ("cannot with inputs_embeds", generate("", embedded)),
+    ("not part of transformers any more", generate(dola_layers="high")),
+    ("`streamer` cannot be used with beam", generate(num_beams=2, streamer=ListStreamer())),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("reason", "call"), REFUSED)
+def test_call_that_a_store_cannot_serve_is_refused_and_keeps_nothing(reason: str, call: Call, tmp_path: Path):
+    store = PrefixStore(tmp_path)
+    with pytest.raises((PrefixStoreError, ValueError), match=reason):
+        call(store)
+    assert store.prompts() == []
 
 
 def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: Path):
@@ -120,10 +176,7 @@ def test_prefill_when_a_file_was_altered_then_reads_and_warns(form: str, tmp_pat
     model, (first, second) = tiny_model("llama"), prompts(common=4200, first=200, second=300)
     _, cold = read(tmp_path / "cold", model, second, FORMS[form](model.config))
     read(tmp_path / "store", model, first, FORMS[form](model.config))
-    for path in (tmp_path / "store" / "nodes").iterdir():
-        data = bytearray(path.read_bytes())
-        data[-100] ^= 1
-        path.write_bytes(data)
+    alter_states(tmp_path / "store")
     cache = FORMS[form](model.config)
     codecs = cache.codecs
     with pytest.warns(UserWarning, match="was altered"):

@@ -1,76 +1,66 @@
 """Processes go on together or fail together, whichever of them fails, and wherever."""
 
-from collections.abc import Iterator
-
 import pytest
 from torch import distributed
 
 from hf_hybrid_cache import OutOfStepError
 from hf_hybrid_cache.processes import Agreement, Peers
 
-from .groups import Group
+from .groups import NEEDS_GROUPS, Group
+
+pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 
 class FailedError(Exception):
     """An agreement raises it where another process has failed."""
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
-    with Group(2) as group:
-        yield group
-
-
 def agreement_of_all() -> Agreement:
     return Agreement(Peers(distributed.group.WORLD), lambda rank: FailedError(f"rank {rank} failed"))
 
 
-def outcome(agreement: Agreement, failing_rank: int, place: str) -> str:
-    """Do something in several steps, of which a process fails in one; return what each raises."""
+def outcomes(failing_rank: int, place: str) -> list[str]:
+    """Do something in several steps, of which a process fails in one, and once more without; return what was raised."""
+    agreement, outcomes = agreement_of_all(), []
+
+    def fail_at(here: str) -> None:
+        if here == place and distributed.get_rank() == failing_rank:
+            raise ValueError("own")
 
     def act() -> None:
         for piece in agreement.in_turns(range(3)):
-            if place == "between" and piece == 1 and distributed.get_rank() == failing_rank:
-                raise ValueError("own")
-        if place == "after" and distributed.get_rank() == failing_rank:
-            raise ValueError("own")
+            fail_at(f"piece {piece}")
+        fail_at("after")
         agreement.together(lambda: None)
 
-    try:
-        agreement.together(act)
-    except (FailedError, ValueError) as error:
-        return str(error)
-    return "done"
-
-
-def outcomes(failing_rank: int, place: str) -> list[str]:
-    agreement = agreement_of_all()
-    return [outcome(agreement, failing_rank, place), outcome(agreement, -1, "nowhere")]
+    for _ in range(2):
+        try:
+            agreement.together(act)
+            outcomes.append("done")
+        except (FailedError, ValueError) as error:
+            outcomes.append(str(error))
+        place = "nowhere"
+    return outcomes
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("place", ["between", "after"])
+@pytest.mark.parametrize("place", ["piece 1", "after"])
 def test_a_failure_is_told_once_and_nobody_is_left_waiting(failing_rank: int, place: str, group: Group):
     expected = [f"rank {failing_rank} failed"] * 2
     expected[failing_rank] = "own"
     assert group.call(outcomes, failing_rank, place) == [[each, "done"] for each in expected]
 
 
-def told() -> tuple[list[int], str]:
+def told() -> list[int]:
     agreement, rank = agreement_of_all(), distributed.get_rank()
-    _, numbers = agreement.numbers(lambda: rank + 5, int)
     assert agreement.same(lambda: "same", len) == "same"
-    try:
+    with pytest.raises(OutOfStepError, match=r"have different prompts, tokens or codes \(0 and 1 of 2\)"):
         agreement.same(lambda: rank, int)
-    except OutOfStepError as error:
-        return numbers, str(error)
-    return numbers, ""
+    return agreement.numbers(lambda: rank + 5, int)[1]
 
 
 def test_numbers_are_told_to_all_and_compared(group: Group):
-    for numbers, error in group.call(told):
-        assert numbers == [5, 6]
-        assert "have different prompts, tokens or codes (0 and 1 of 2)" in error
+    assert group.call(told) == [[5, 6]] * 2
 
 
 def test_a_single_process_agrees_with_itself():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,29 +10,29 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from .groups import NEEDS_GROUPS, Group
 from common.slow import slow
 from models.tiny_models import random_prompt, tiny_model
-from processes.groups import Group
 
-if not distributed.is_available() or not distributed.is_gloo_available():
-    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
-if not hasattr(signal, "SIGSTOP"):
-    pytest.skip("needs signals that stop and kill processes", allow_module_level=True)
-
-pytestmark = pytest.mark.xdist_group("groups")
-
+pytestmark = [
+    pytest.mark.xdist_group("groups"),
+    pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop and kill processes"),
+    NEEDS_GROUPS,
+]
 SIZE = 3
-TIMEOUT = timedelta(seconds=5)
-# From the start of the processes on, on a machine that does other things besides.
-SECONDS_TO_END = 200
 
 
 def lost_at_call(number: int, lost_rank: int, at: int) -> Callable[..., None]:
-    """Return a function in which one process sends itself a signal when it calls it so often."""
+    """
+    Return a function in which one process sends itself a signal when it calls it so often.
+
+    The others are not patient with it, once all have begun; another one that the machine keeps waiting is lost, too.
+    """
     calls = 0
 
     def called(*arguments: Any) -> None:
@@ -42,6 +41,8 @@ def lost_at_call(number: int, lost_rank: int, at: int) -> Callable[..., None]:
         if calls == at and distributed.get_rank() == lost_rank:
             os.kill(os.getpid(), number)
 
+    distributed.barrier()
+    _set_pg_timeout(timedelta(seconds=5))
     return called
 
 
@@ -55,11 +56,9 @@ def generate(bits: int | None, number: int, lost_rank: int, at: int) -> None:
 
 
 def require_errors_of_others(group: Group, lost_rank: int) -> None:
-    end = time.monotonic() + SECONDS_TO_END
-    for rank in range(SIZE):
-        if rank != lost_rank:
-            with pytest.raises(LostProcessError, match=rf"Start all of them again; .* \(Rank {rank}: "):
-                group.answer(rank, end - time.monotonic())
+    for rank in {*range(SIZE)} - {lost_rank}:
+        with pytest.raises(LostProcessError, match=rf"Start all of them again; .* \(Rank {rank}: "):
+            group.answer(rank)
 
 
 @pytest.mark.parametrize(
@@ -73,20 +72,21 @@ def require_errors_of_others(group: Group, lost_rank: int) -> None:
     ],
 )
 def test_process_when_lost_in_a_step_then_all_others_end(number: int, lost_rank: int, has_host: bool, at: int):
-    with Group(SIZE, TIMEOUT, has_host) as group:
+    with Group(SIZE, has_host) as group:
         group.start(generate, 8 if has_host else None, number, lost_rank, at)
         require_errors_of_others(group, lost_rank)
 
 
+def fill(cache: HybridCache, tokens: int) -> None:
+    states = torch.randn(1, 2, tokens, 16)
+    for layer in range(4):
+        cache.update(states, states, layer)
+
+
 def save(path: str, number: int, lost_rank: int) -> None:
-    """Save a cache of 700 tokens, and then one of 1,400, during which one process is lost."""
+    """Save a cache of 1,400 tokens, during which one process is lost."""
     cache = DynamicHybridCache(tiny_model("llama").config, group=distributed.group.WORLD)
-    states = torch.randn(1, 2, 700, 16)
-    for layer in range(4):
-        cache.update(states, states, layer)
-    cache.save(path)
-    for layer in range(4):
-        cache.update(states, states, layer)
+    fill(cache, 1400)
     lost, send = lost_at_call(number, lost_rank, 9), distributed.all_to_all_single
 
     def send_or_lose(*arguments: Any, **options: Any) -> Any:
@@ -99,9 +99,12 @@ def save(path: str, number: int, lost_rank: int) -> None:
 
 @pytest.mark.parametrize(("number", "lost_rank"), [(signal.SIGKILL, 1), slow(signal.SIGSTOP, 2)])
 def test_save_when_a_process_is_lost_then_leaves_the_old_file(number: int, lost_rank: int, tmp_path: Path):
-    path = tmp_path / "cache.kv"
-    with Group(SIZE, TIMEOUT) as group:
+    path, config = tmp_path / "cache.kv", tiny_model("llama").config
+    old = DynamicHybridCache(config)
+    fill(old, 700)
+    old.save(path)
+    with Group(SIZE) as group:
         group.start(save, str(path), number, lost_rank)
         require_errors_of_others(group, lost_rank)
-    assert HybridCache.load(path, tiny_model("llama").config).get_seq_length() == 700
+    assert HybridCache.load(path, config).get_seq_length() == 700
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

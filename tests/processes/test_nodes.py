@@ -2,13 +2,14 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_hybrid_cache import NodeError, bind_to_node, numa_nodes
+
+from common.programs import command, environment
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="binds processes as only some systems do"
@@ -101,10 +102,8 @@ def test_system_that_has_no_nodes_or_binds_nothing_says_so(
 def run(program: str) -> None:
     """Run a program with the default number of threads."""
     unset = ("OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    given = {name: value for name, value in environment().items() if name not in unset}
+    subprocess.run(command(program), env=given, check=True, timeout=600)
 
 
 @needs_affinity

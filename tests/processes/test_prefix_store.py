@@ -1,7 +1,7 @@
 """Processes that share a cache keep and find their shares of a prompt, and go on together whatever each finds."""
 
+import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,31 +20,24 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
+from .groups import NEEDS_GROUPS, Group
 from common.slow import slow
-from models.tiny_models import random_prompt, tiny_model
-from prefix_store.prompts import are_equal, held, next_logits, prompts
-from processes.groups import Group
-
-if not distributed.is_available() or not distributed.is_gloo_available():
-    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
+from models.tiny_models import tiny_model
+from prefix_store import prompts
+from prefix_store.prompts import alter_states, are_equal
 
 pytestmark = [
     pytest.mark.xdist_group("groups"),
+    NEEDS_GROUPS,
     pytest.mark.filterwarnings("ignore:The prompt has .* context is 512"),
 ]
 
-FIRST, SECOND = prompts(common=2500, first=30, second=250)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
-    with Group(2) as started:
-        yield started
+FIRST, SECOND = prompts.prompts(common=2500, first=30, second=250)
 
 
 def make(bits: int | None, **more: Any) -> HybridCache:
     config = tiny_model("llama").config
-    return DynamicHybridCache(config, **more) if bits is None else QuantizedHybridCache(config, bits=bits, **more)
+    return DynamicHybridCache(config, **more) if bits is None else QuantizedHybridCache(config, bits, **more)
 
 
 class Read(NamedTuple):
@@ -55,23 +48,25 @@ class Read(NamedTuple):
     answer: list[int]
 
 
+def of_this_process(folder: Path, is_of_each: bool) -> Path:
+    return folder / str(distributed.get_rank()) if is_of_each else folder
+
+
 def read(folder: Path, is_of_each: bool, prompt: torch.Tensor, bits: int | None, document_tokens: int) -> Read:
     """Read a prompt through a store, in a folder of all processes or one of each, and answer it."""
     set_integer_kernels(False)
-    model, cache = tiny_model("llama"), make(bits, group=distributed.group.WORLD)
-    path = folder / str(distributed.get_rank()) if is_of_each else folder
-    reuse = PrefixStore(path).prefill(model, prompt, cache, document_tokens=document_tokens, progress=False)
-    states = held(cache)
-    tokens = answered(prompt, cache)
-    cache.crop(prompt.shape[1] - 1 - cache.get_seq_length())
-    return Read(reuse.num_tokens, [*states, next_logits(model, prompt, cache)], tokens)
+    cache = make(bits, group=distributed.group.WORLD)
+    path = of_this_process(folder, is_of_each)
+    num_tokens, states = prompts.read(path, tiny_model("llama"), prompt, cache, document_tokens)
+    cache.crop(-1)
+    return Read(num_tokens, states, answered(prompt, cache))
 
 
 def read_alone(prompt: torch.Tensor, bits: int | None, document_tokens: int) -> list[int]:
     """Read a prompt in one process without a store, in the same passes, and answer it."""
     cache = make(bits)
     for end in (*range(2048, document_tokens, 2048), document_tokens, prompt.shape[1] - 1):
-        next_logits(tiny_model("llama"), prompt[:, :end], cache)
+        prompts.next_logits(tiny_model("llama"), prompt[:, :end], cache)
     return answered(prompt, cache)
 
 
@@ -87,7 +82,7 @@ def answered(prompt: torch.Tensor, cache: HybridCache) -> list[int]:
 def test_prompt_when_processes_read_it_again_then_as_a_cold_read(
     bits: int | None, is_of_each: bool, document_tokens: int, group: Group, exact_kernels: None, tmp_path: Path
 ):
-    first, second = prompts(common=document_tokens, first=30, second=250)
+    first, second = prompts.prompts(common=document_tokens, first=30, second=250)
     alone = read_alone(second, bits, document_tokens)
     cold = group.call(read, tmp_path / "cold", is_of_each, second, bits, document_tokens)
     group.call(read, tmp_path / "store", is_of_each, first, bits, document_tokens)
@@ -100,32 +95,25 @@ def test_prompt_when_processes_read_it_again_then_as_a_cold_read(
         assert each.answer == alone
 
 
-def keep_and_resume(folder: Path, bits: int | None, is_of_each: bool) -> tuple[bool, list[int], list[int]]:
-    """Keep a conversation and go on with it; return whether states are the same, and both answers."""
+def keep_and_resume(folder: Path, bits: int | None, is_of_each: bool) -> None:
+    """Keep a conversation, and go on with it in two caches."""
     set_integer_kernels(False)
-    model, group, document = tiny_model("llama"), distributed.group.WORLD, FIRST[:, :2300]
-    store = PrefixStore(folder / str(distributed.get_rank()) if is_of_each else folder)
-    live, resumed = make(bits, group=group), make(bits, group=group)
-    store.prefill(model, document, live, document_tokens=2300, progress=False)
-    tokens = torch.cat([document, random_prompt(1, 20)], dim=1)
-    for _ in range(2):
-        tokens = torch.cat([tokens, torch.tensor([answered(tokens, live)]), random_prompt(1, 90)], dim=1)
-        next_logits(model, tokens[:, :-1], live)
-        store.keep(model, tokens, live, document_tokens=2300)
+    path, group = of_this_process(folder, is_of_each), distributed.group.WORLD
+    talk = prompts.Talk(path, tiny_model("llama"), lambda config: make(bits, group=group), FIRST[:, :2300])
+    talk.new_tokens = 12
+    for seed in (1, 2):
+        talk.tokens = talk.said(90, seed)
+        talk.keep()
     distributed.barrier()  # each lists all shares
-    stored = max(store.prompts(), key=lambda each: len(each.token_ids))
-    store.resume(model, stored, resumed)
-    same = are_equal(held(resumed), held(live))
-    return same, answered(tokens, resumed), answered(tokens, live)
+    stored = max(talk.store.prompts(), key=lambda each: len(each.token_ids))
+    talk.assert_goes_on_alike(stored, 20, seed=3)
 
 
 @pytest.mark.parametrize(("bits", "is_of_each"), [(None, False), (4, True)])
 def test_conversation_when_processes_resume_it_then_goes_on_to_the_bit(
     bits: int | None, is_of_each: bool, group: Group, tmp_path: Path
 ):
-    for same, resumed, live in group.call(keep_and_resume, tmp_path, bits, is_of_each):
-        assert same
-        assert resumed == live
+    group.call(keep_and_resume, tmp_path, bits, is_of_each)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +126,7 @@ def test_prompt_when_one_process_lost_its_files_then_all_read_it(
     if loss == "removed":
         shutil.rmtree(tmp_path / "1")
     else:
-        for path in (tmp_path / "1" / "nodes").iterdir():
-            data = bytearray(path.read_bytes())
-            data[-100] ^= 1
-            path.write_bytes(data)
+        alter_states(tmp_path / "1")
     read_again = group.call(read, tmp_path, True, SECOND, bits, 2500)
     hits = group.call(read, tmp_path, True, SECOND, bits, 2500)
     assert [each.num_tokens for each in (*read_again, *hits)] == [0, 0, 2749, 2749]
@@ -149,21 +134,26 @@ def test_prompt_when_one_process_lost_its_files_then_all_read_it(
         assert are_equal(each.states, cold[0].states)
 
 
-def refused_in_one(folder: Path) -> str:
-    """Read a prompt, with an argument that only the second process refuses; return the error."""
-    model, rank = tiny_model("llama"), distributed.get_rank()
-    with pytest.raises(PrefixStoreError) as refused:
-        PrefixStore(folder).prefill(
-            model, FIRST, make(None, group=distributed.group.WORLD), document_tokens=9999 * rank
-        )
-    return str(refused.value)
+def refused(what: str, folder: Path) -> str:
+    """Read a prompt, with an argument that only the second process refuses, or another prompt in each."""
+    rank = distributed.get_rank()
+    given = {"document_tokens": 9999 * rank} if what == "an argument" else {}
+    prompt = (FIRST, SECOND)[rank] if what == "other prompts" else FIRST
+    cache = make(None, group=distributed.group.WORLD)
+    with pytest.raises((PrefixStoreError, OutOfStepError)) as error:
+        PrefixStore(folder).prefill(tiny_model("llama"), prompt, cache, **given)
+    return f"{error.type.__name__}: {error.value}"
 
 
-def other_prompts(folder: Path) -> str:
-    prompt = (FIRST, SECOND)[distributed.get_rank()]
-    with pytest.raises(OutOfStepError) as refused:
-        PrefixStore(folder).prefill(tiny_model("llama"), prompt, make(None, group=distributed.group.WORLD))
-    return str(refused.value)
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("an argument", ["PrefixStoreError: .*Rank 1 could not", "PrefixStoreError: .*document_tokens must be"]),
+        ("other prompts", ["OutOfStepError: .*different prompts"] * 2),
+    ],
+)
+def test_prefill_when_one_process_fails_then_all_are_told(what: str, told: list[str], group: Group, tmp_path: Path):
+    assert all(map(re.match, told, group.call(refused, what, tmp_path)))
 
 
 def without_room(folder: Path) -> list[int]:
@@ -174,13 +164,6 @@ def without_room(folder: Path) -> list[int]:
         cache = make(None, group=distributed.group.WORLD)
         found.append(store.prefill(tiny_model("llama"), SECOND, cache, progress=False).num_tokens)
     return found
-
-
-def test_prefill_when_one_process_fails_then_all_are_told(group: Group, tmp_path: Path):
-    others, own = group.call(refused_in_one, tmp_path / "refused")
-    assert "Rank 1 could not" in others
-    assert "document_tokens must be" in own
-    assert all("different prompts" in told for told in group.call(other_prompts, tmp_path / "other"))
 
 
 def test_prefill_when_one_process_has_no_room_then_others_go_on(group: Group, tmp_path: Path):

@@ -5,7 +5,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +29,33 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
+from .groups import NEEDS_GROUPS, Group
 from common.caches import channel_scaled_codecs, group_of_one, stock
 from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
 from common.slow import slow_but
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from processes.groups import Group
 
-if not distributed.is_available() or not distributed.is_gloo_available():
-    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
-
-# The processes are started once.
-pytestmark = pytest.mark.xdist_group("groups")
+pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 IN_FULL = ("dynamic",)
+
+
+def on_the_cpu(codec: Any = None) -> Callable[..., HybridCache]:
+    return lambda config, **more: HybridCache(config, Placement(cpu_decode=True), codec=codec, **more)
+
+
 CACHES: dict[str, Callable[..., HybridCache]] = {
-    "dynamic": lambda config, **more: HybridCache(config, Placement(cpu_decode=True), **more),
-    "quantized_8": lambda config, **more: HybridCache(
-        config, Placement(cpu_decode=True), codec=minmax(8, rotate=True), **more
-    ),
-    "quantized_2": lambda config, **more: HybridCache(
-        config, Placement(cpu_decode=True), codec=minmax(2, sink_tokens=128, rotate=False), **more
-    ),
-    "quantized_balanced": lambda config, **more: HybridCache(
-        config, Placement(cpu_decode=True), codec=channel_scaled_codecs(config, 4), **more
-    ),
+    "dynamic": on_the_cpu(),
+    "quantized_8": on_the_cpu(minmax(8, rotate=True)),
+    "quantized_2": on_the_cpu(minmax(2, sink_tokens=128, rotate=False)),
+    "quantized_balanced": lambda config, **more: on_the_cpu(channel_scaled_codecs(config, 4))(config, **more),
     "quantized_auto": lambda config, **more: QuantizedHybridCache(config, 4, cpu_decode=True, **more),
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    with Group(request.param) as started:
-        yield started
+@pytest.fixture(params=[2, 3])
+def group(request: pytest.FixtureRequest, group_of: Callable[[int], Group]) -> Group:
+    return group_of(request.param)
 
 
 def shared(name: str, config: PreTrainedConfig) -> HybridCache:
@@ -234,26 +229,24 @@ def test_shared_cache_when_any_operations_then_equals_one_process(name: str, see
     assert len(set(group.call(do_at_random, name, seed))) == 1
 
 
-def memory_of_share(name: str, tokens: int) -> tuple[int, int, str]:
-    cache = shared(name, tiny_model("llama").config)
-    states = torch.randn(1, 2, tokens, 16)
+def filled(cache: HybridCache) -> tuple[int, int, str]:
+    """Fill a cache with 20,000 tokens; return its bytes and tokens, and what it says of itself."""
+    states = torch.randn(1, 2, 20_000, 16)
     for layer in range(4):
         cache.update(states, states, layer)
     report = cache.memory()
     return report.host_bytes, report.num_tokens, repr(cache)
 
 
+def filled_share(name: str) -> tuple[int, int, str]:
+    return filled(shared(name, tiny_model("llama").config))
+
+
 @pytest.mark.parametrize("name", ["dynamic", "quantized_8"])
 def test_shared_cache_when_filled_then_each_process_holds_its_share(name: str, group: Group):
-    size = len(group.pipes)
-    tokens = 20_000
-    alone = CACHES[name](tiny_model("llama").config)
-    states = torch.randn(1, 2, tokens, 16)
-    for layer in range(4):
-        alone.update(states, states, layer)
-    whole = alone.memory().host_bytes
-    for rank, (num_bytes, num_tokens, text) in enumerate(group.call(memory_of_share, name, tokens)):
-        assert num_tokens == tokens
+    size, (whole, *_) = len(group.pipes), filled(CACHES[name](tiny_model("llama").config))
+    for rank, (num_bytes, num_tokens, text) in enumerate(group.call(filled_share, name)):
+        assert num_tokens == 20_000
         assert num_bytes < (1 / size + 0.05) * whole
         assert f"share {rank + 1} of {size}" in text
 
@@ -314,6 +307,9 @@ def raised_by(what: str, path: str) -> str:
         "no folder": lambda: save("/no/such/folder/cache.kv"),
         "mapped": load_mapped,
         "other lengths": lambda: generate(ids[:, rank:]),
+        "no kernel": lambda: MODES["greedy"](
+            tiny_model("llama"), lambda config: HybridCache(config, codec=quanto(4), group=world), 0
+        ),
     }
     try:
         wrong[what]()
@@ -337,9 +333,12 @@ def raised_by(what: str, path: str) -> str:
             "other lengths",
             r"OutOfStepError: A cache has \d+ tokens at rank \d and \d+ at rank \d: call the model",
         ),
+        ("no kernel", "ValueError: .*There is no kernel that attends to"),
     ],
 )
 def test_shared_cache_when_misused_then_error_has_way_out(what: str, message: str, group: Group, tmp_path: Path):
+    if what == "no kernel":
+        pytest.importorskip("optimum.quanto")
     for answer in group.call(raised_by, what, str(tmp_path / "cache.kv")):
         assert re.match(message, answer), answer
 
@@ -371,22 +370,6 @@ def test_shared_cache_when_filled_from_checkpoint_then_each_has_its_share(group:
     assert HybridCache.load(tmp_path / "cache.kv", tiny_model("llama").config).get_seq_length() == 500
     for text, *_ in group.call(read_with_checkpoint, str(tmp_path), "missing"):
         assert re.search(r"is there for 1 of the \d processes that share the cache: give all of them the same", text)
-
-
-def codes_without_kernel() -> str:
-    model = tiny_model("llama")
-    cache = HybridCache(model.config, codec=quanto(4), group=distributed.group.WORLD)
-    try:
-        MODES["greedy"](model, lambda config: cache, 0)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_codes_that_no_kernel_reads_are_refused(group: Group):
-    pytest.importorskip("optimum.quanto")
-    for answer in group.call(codes_without_kernel):
-        assert "There is no kernel that attends to" in answer
 
 
 def test_shared_cache_when_group_has_one_process_then_is_plain():

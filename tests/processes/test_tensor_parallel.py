@@ -2,11 +2,7 @@
 
 import functools
 import inspect
-import json
-import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +16,14 @@ from transformers.distributed import DistributedConfig
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from common.slow import slow_but
+from .groups import NEEDS_GROUPS, Group
+from common.slow import slow
 from models.tiny_models import COMMON, random_prompt, tiny_model
-from processes.groups import free_port
 
-# The processes run once.
-pytestmark = pytest.mark.xdist_group("tensor_parallel")
+pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 # Processes that share heads, and that share tokens.
-LAYOUTS = slow_but([(2, 1)], [(2, 1), (1, 2), (2, 2)])
-SECONDS_TO_END = 120
+LAYOUTS = [(2, 1), slow(1, 2), slow(2, 2)]
 CACHES = {
     "stock": lambda config: DynamicCache(config=config),
     "dynamic": lambda config: DynamicHybridCache(config, cpu_decode=False),
@@ -53,77 +47,42 @@ def generate(model: PreTrainedModel, cache: Cache, mode: str) -> list[list[int]]
     return model.generate(ids, attention_mask=mask, **cache_argument(cache), **options).tolist()
 
 
-def run_everything(folder: Path, sharing_heads: int, sharing_tokens: int) -> None:
-    """Generate with every cache in each of the processes, and write the results."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def generate_with_all(folder: Path, sharing_heads: int, sharing_tokens: int) -> dict[tuple[str, str], Any]:
+    """Generate with every cache in one of the processes; return tokens, and the heads that it stores."""
     mesh = init_device_mesh("cpu", (sharing_tokens, sharing_heads), mesh_dim_names=("tokens", "heads"))
     plan: dict[str, Any] = {"tp_plan": "auto", "tp_size": sharing_heads}
     if sharing_tokens > 1:
         plan["dp_replicate_size"] = sharing_tokens
     config = {"distributed_config": DistributedConfig(**plan)} if sharing_heads > 1 else {}
     model = AutoModelForCausalLM.from_pretrained(folder, **config).eval()
-    group = mesh["tokens"].get_group()
-    caches = CACHES if sharing_tokens == 1 else {}
-    caches |= {name: functools.partial(make, group=group) for name, make in SHARED.items()}
-    tokens, heads = {}, {}
+    caches: dict[str, Any] = dict(CACHES) if sharing_tokens == 1 else {}
+    caches |= {name: functools.partial(make, group=mesh["tokens"].get_group()) for name, make in SHARED.items()}
+    results = {}
     for name, make in caches.items():
         for mode in MODES:
             cache = make(model.config)
-            tokens[f"{name}, {mode}"] = generate(model, cache, mode)
-            heads[name] = cache.layers[0].keys.shape[1]
-    result = {"tokens": tokens, "heads": heads}
-    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
+            results[name, mode] = generate(model, cache, mode), cache.layers[0].keys.shape[1]
+    return results
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
-def results(request: pytest.FixtureRequest) -> tuple[int, list[dict]]:
-    """The number of processes that share heads, and the results of each process."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo, which this torch was built without")
-    sharing_heads, sharing_tokens = request.param
-    if min(request.param) > 1 and "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
+@pytest.mark.parametrize(("sharing_heads", "sharing_tokens"), LAYOUTS)
+def test_tokens_are_those_of_one_process_and_each_stores_its_heads(
+    sharing_heads: int, sharing_tokens: int, group_of: Callable[[int], Group], tmp_path: Path
+):
+    if (
+        min(sharing_heads, sharing_tokens) > 1
+        and "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters
+    ):
         pytest.skip("this transformers has no groups of processes that share heads")
-    return sharing_heads, results_of_processes(sharing_heads, sharing_tokens)
-
-
-@functools.cache
-def results_of_processes(sharing_heads: int, sharing_tokens: int) -> list[dict]:
-    """Start the processes, and return the results of each."""
-    processes = sharing_heads * sharing_tokens
-    options = [f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model("llama").save_pretrained(folder)
-        arguments = [__file__, folder, str(sharing_heads), str(sharing_tokens)]
-        ended = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_TO_END,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
-
-
-def test_tokens_are_those_of_one_process(results: tuple[int, list[dict]]):
     model = tiny_model("llama")
-    for name, make in (CACHES | SHARED).items():
-        for mode in MODES:
-            alone = generate(model, make(model.config), mode)
-            # With a random model, codes of 8 bits change some tokens.
-            assert "quantized" in name or generate(model, DynamicCache(config=model.config), mode) == alone
-            for result in results[1]:
-                assert result["tokens"].get(f"{name}, {mode}", alone) == alone
-
-
-def test_each_process_stores_its_own_heads(results: tuple[int, list[dict]]):
-    sharing_heads, of_processes = results
-    for result in of_processes:
-        assert result["heads"].keys() >= SHARED.keys()
-        assert set(result["heads"].values()) == {COMMON["num_key_value_heads"] // sharing_heads}
-
-
-if __name__ == "__main__":
-    run_everything(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    model.save_pretrained(tmp_path)
+    group = group_of(sharing_heads * sharing_tokens)
+    results = group.call(generate_with_all, tmp_path, sharing_heads, sharing_tokens)
+    names = CACHES | SHARED if sharing_tokens == 1 else SHARED
+    for name, mode in results[0]:
+        alone = generate(model, (CACHES | SHARED)[name](model.config), mode)
+        # With a random model, codes of 8 bits change some tokens.
+        assert "quantized" in name or generate(model, DynamicCache(config=model.config), mode) == alone
+        heads = COMMON["num_key_value_heads"] // sharing_heads
+        assert [each[name, mode] for each in results] == [(alone, heads)] * len(results)
+    assert results[0].keys() == {(name, mode) for name in names for mode in MODES}

@@ -1,6 +1,5 @@
 """The script of the page on several processes, started with `torchrun`."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,18 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from .groups import NEEDS_GROUPS, SECONDS_TO_ANSWER, free_port
 from common.caches import stock
+from common.programs import environment
 from documentation.test_documentation import OTHER_NAMES, REPORT, REPOSITORY, as_installed, hub_with
 from models.byte_tokenizer import byte_tokenizer
 from models.tiny_models import COMMON
-from processes.groups import free_port
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
-
-pytestmark = pytest.mark.xdist_group("groups")
-
-SECONDS_TO_END = 300
+pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 
 def test_script_of_the_page_on_two_processes_answers_as_one_process(tmp_path: Path):
@@ -37,19 +32,15 @@ def test_script_of_the_page_on_two_processes_answers_as_one_process(tmp_path: Pa
     script = re.search(r"```python\n(# shared_cache\.py\n.*?)```", page, re.DOTALL)
     assert script is not None
     (tmp_path / "shared_cache.py").write_text(script[1])
-    environment = os.environ | {
-        "HF_HUB_CACHE": str(hub_with(tmp_path / "hub", folder, *OTHER_NAMES)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    hub = str(hub_with(tmp_path / "hub", folder, *OTHER_NAMES))
     options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, "shared_cache.py"],
         cwd=tmp_path,
-        env=environment,
+        env=environment(HF_HUB_CACHE=hub, OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=SECONDS_TO_END,
+        timeout=SECONDS_TO_ANSWER,
     )
     assert ended.returncode == 0, ended.stderr
     model = AutoModelForCausalLM.from_pretrained(folder)

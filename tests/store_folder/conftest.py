@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from store_folder.stored import fill
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
@@ -14,3 +16,10 @@ def path(tmp_path: Path) -> Iterator[Path]:
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
         yield Path(folder, "store")
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    """A folder with three prompts."""
+    fill(path)
+    return path

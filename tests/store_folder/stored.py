@@ -1,9 +1,17 @@
-"""Prompts with states that tell what they belong to; without torch, so that processes of their own begin quickly."""
+"""
+Prompts with states that tell what they belong to; without torch, so that processes of their own begin quickly.
 
+    keep(folder, tokens)              # adds what is not stored of a prompt yet
+    with found(folder, tokens): ...   # finds it, and compares all states with what they must be
+    check_whole(path)                 # nothing is damaged or left over, and database and files agree
+"""
+
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +21,17 @@ from hf_hybrid_cache.prefix_store.folder import Folder, Match, Part
 IDENTITY = b"a model"
 BLOCK = 64
 Tokens = tuple[int, ...]
+FIRST: Tokens = tuple(range(300))
+SECOND: Tokens = (*FIRST[:200], *range(1000, 1100))
+THIRD: Tokens = tuple(range(5000, 5100))
+PROMPTS = [FIRST, SECOND, THIRD]
+LENGTHS = [300, 300, 100]
+
+
+def fill(path: Path) -> None:
+    """Keep the three prompts, of which the second continues the first node of the first."""
+    for tokens in PROMPTS:
+        keep(open_folder(path), tokens)
 
 
 def open_folder(path: Path, max_bytes: int | None = None, lock_seconds: float = 30.0) -> Folder:
@@ -29,8 +48,15 @@ def states_of(tokens: Tokens, start: int, identity: bytes = IDENTITY) -> bytes:
     return digest * ((len(tokens) - start) // 8) + digest[: len(tokens) % 64]
 
 
-def section_of(states: bytes) -> Section:
-    return Section("states", {"states": TensorForm("uint8", (len(states),))}, lambda: [[states[:10], states[10:]]])
+def section_of(states: bytes, meanwhile: Callable[[], object] = lambda: None) -> Section:
+    """Return what a file has of states, and do something while it is written."""
+
+    def pieces() -> Iterator[bytes]:
+        yield states[:10]
+        meanwhile()
+        yield states[10:]
+
+    return Section("states", {"states": TensorForm("uint8", (len(states),))}, lambda: [pieces()])
 
 
 def keep(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> bool:
@@ -42,9 +68,16 @@ def keep(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes
         return True
 
 
-def add(folder: Folder, tokens: Tokens, start: int, identity: bytes = IDENTITY, whole_nodes: bool = False) -> str:
+def add(
+    folder: Folder,
+    tokens: Tokens,
+    start: int,
+    identity: bytes = IDENTITY,
+    whole_nodes: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> str:
     """Add a node with states that belong to its tokens; return its name."""
-    section = section_of(states_of(tokens, start, identity))
+    section = section_of(states_of(tokens, start, identity), meanwhile)
     return folder.add(identity, keys_of(tokens), start, [section], repr(start), "", whole_nodes)
 
 
@@ -72,7 +105,7 @@ def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes:
     assert all(one.end == next_one.node.start for one, next_one in pairwise(match.parts))
     whole: Tokens = ()
     for part in match.parts:
-        whole = whole[: part.node.start] + tokens_of(part)
+        whole = whole[: part.node.start] + tokens_of(part.node.keys)
         assert whole[: part.end] == tokens[: part.end]
         assert read(part) == states_of(whole, part.node.start, identity)
         if whole_nodes:
@@ -81,8 +114,8 @@ def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes:
     assert not whole_nodes or match.num_tokens == len(whole)
 
 
-def tokens_of(part: Part) -> Tokens:
-    return tuple(np.frombuffer(part.node.keys, ">u4").tolist())
+def tokens_of(keys: bytes) -> Tokens:
+    return tuple(np.frombuffer(keys, ">u4").tolist())
 
 
 def read(part: Part) -> bytes:
@@ -92,13 +125,14 @@ def read(part: Part) -> bytes:
         return bytes(data)
 
 
-def num_found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> int:
-    with found(folder, tokens, identity, whole_nodes) as match:
+def num_found(folder: Folder, tokens: Tokens, *options: Any, **named: Any) -> int:
+    with found(folder, tokens, *options, **named) as match:
         return match.num_tokens
 
 
-def num_common(one: Tokens, other: Tokens) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def all_found(folder: Folder) -> list[int]:
+    """Return how many tokens are found of each of the three prompts, with all states."""
+    return [num_found(folder, tokens) for tokens in PROMPTS]
 
 
 def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> Tokens:
@@ -112,3 +146,12 @@ def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> T
 
 def bytes_of_nodes(path: Path) -> int:
     return sum(each.stat().st_size for folder in ("nodes", "unfinished") for each in (path / folder).iterdir())
+
+
+def check_whole(path: Path) -> None:
+    """Check that no file is damaged or left over, and that database and files agree."""
+    user = open_folder(path, lock_seconds=0)
+    assert user.damages() == {}
+    assert not list((path / "unfinished").iterdir())
+    assert {entry.node.name for entry in user.entries()} == {each.stem for each in (path / "nodes").iterdir()}
+    assert not (path / "prompts.sqlite-journal").exists()

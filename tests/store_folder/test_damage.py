@@ -1,15 +1,18 @@
-"""Files that were cut, altered, swapped or replaced are not used: what is found is right, or it goes with a warning."""
+"""Whatever happens to files or the database: what is found is right, and what is not goes with a warning."""
 
 import json
 import os
+import re
 import shutil
+import sqlite3
 import stat
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,31 +26,40 @@ from hf_hybrid_cache.prefix_store.private_files import Lock, try_lock
 
 from common.limits import limited
 from common.soak import budget, count
-from store_folder.stored import IDENTITY, Tokens, keep, keys_of, num_found, open_folder, section_of, states_of
-from store_folder.trials import check_whole
+from store_folder.stored import (
+    FIRST,
+    IDENTITY,
+    LENGTHS,
+    PROMPTS,
+    SECOND,
+    THIRD,
+    Tokens,
+    add,
+    all_found,
+    check_whole,
+    keep,
+    keys_of,
+    num_found,
+    open_folder,
+    section_of,
+    states_of,
+)
 
-FIRST = tuple(range(300))
-SECOND = (*FIRST[:200], *range(1000, 1100))
-THIRD = tuple(range(5000, 5100))
-PROMPTS: list[Tokens] = [FIRST, SECOND, THIRD]
 ignores_removals = pytest.mark.filterwarnings("ignore:.*removed", "ignore:.*made again")
-
-
-@pytest.fixture
-def filled(path: Path) -> Path:
-    for tokens in PROMPTS:
-        keep(open_folder(path), tokens)
-    return path
-
-
-def all_found(user: Folder) -> list[int]:
-    return [num_found(user, tokens) for tokens in PROMPTS]
+REMOVED, MADE_AGAIN = r"\.safetensors .* It was removed from the store\.$", "It is made again from the files"
 
 
 def file_of(path: Path, tokens: Tokens) -> Path:
     """Return the file of the last node of a prompt."""
     with open_folder(path).find(IDENTITY, keys_of(tokens)) as match:
         return match.parts[-1].path
+
+
+def database_of(path: Path) -> Path:
+    return path / "prompts.sqlite"
+
+
+# --- what happens to the file of the first prompt
 
 
 def cut(file: Path) -> None:
@@ -62,19 +74,13 @@ def alter(file: Path, place: int) -> None:
 
 def in_its_place(make: Callable[[Path], object]) -> Callable[[Path], None]:
     def harm(file: Path) -> None:
-        file.unlink()
+        file.rename(file.parents[2] / "elsewhere")
         make(file)
 
     return harm
 
 
-def make_link(file: Path) -> None:
-    elsewhere = file.parents[2] / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-
-
-HARMS: dict[str, Callable[[Path], object]] = {
+FILES: dict[str, Callable[[Path], object]] = {
     "cut": cut,
     "altered head": lambda file: alter(file, 187),
     "altered states": lambda file: alter(file, -1),
@@ -87,59 +93,247 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "of another program": lambda file: save_file({"keys": np.zeros((1, 4), np.uint8)}, file),
 }
 if sys.platform == "linux":
-    HARMS |= {
+    FILES |= {
         "pipe": in_its_place(os.mkfifo),
         "socket": in_its_place(lambda file: os.mknod(file, stat.S_IFSOCK | 0o600)),
-        "link": make_link,
+        "link": in_its_place(lambda file: file.symlink_to(file.parents[2] / "elsewhere")),
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*made again")
-@pytest.mark.parametrize("has_database", [True, False])
-@pytest.mark.parametrize("harm", HARMS)
-def test_file_when_harmed_then_goes_with_what_continues_it(harm: str, has_database: bool, filled: Path):
-    user = open_folder(filled)
-    HARMS[harm](file_of(filled, FIRST))
-    if not has_database:
-        (filled / "prompts.sqlite").unlink()
-    with pytest.warns(UserWarning, match=r"\.safetensors .* It was removed from the store\.$"):
-        assert num_found(user, FIRST) == 0
-    for each in (user, open_folder(filled)):
-        assert all_found(each) == [0, 0, 100]
-    check_whole(filled)
-    assert keep(user, FIRST)
+# --- what happens to the database
 
 
-@pytest.mark.parametrize("has_database", [True, False])
-@ignores_removals
-def test_files_when_swapped_then_neither_is_used_for_the_other(has_database: bool, filled: Path):
-    user, one, other = open_folder(filled), file_of(filled, FIRST), file_of(filled, THIRD)
-    one.rename(filled / "between")
+def execute(database: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def empty_beside_a_hot_journal(database: Path) -> None:
+    with closing(connection_that_changes(database)):
+        shutil.copy(f"{database}-journal", database.parent / "hot")
+    database.write_bytes(b"")
+    (database.parent / "hot").rename(f"{database}-journal")
+
+
+def be_torn(database: Path) -> None:
+    """Become a copy in the middle of a change, without the journal."""
+    with closing(connection_that_changes(database)):
+        content = database.read_bytes()
+    database.write_bytes(content)
+
+
+def connection_that_changes(database: Path) -> sqlite3.Connection:
+    """Change all rows, and write some of that before the end."""
+    connection = sqlite3.connect(database, isolation_level=None)
+    for statement in (
+        "PRAGMA cache_size = 1",
+        "PRAGMA cache_spill = 1",
+        "BEGIN",
+        "UPDATE node SET keys = zeroblob(4000), prefix = randomblob(16)",
+        "UPDATE node SET start = 64, description = hex(randomblob(9000))",
+    ):
+        connection.execute(statement)
+    assert Path(f"{database}-journal").stat().st_size > 4096
+    return connection
+
+
+def alter_keys(database: Path, place: int) -> None:
+    """Alter the keys of a prompt where they are in the table, or in the index."""
+    keys, content = as_bytes(keys_of(THIRD)), database.read_bytes()
+    places = [match.start() for match in re.finditer(re.escape(keys[-40:]), content)]
+    assert len(places) == 2
+    alter(database, places[place])
+
+
+DATABASES: dict[str, Callable[[Path], object]] = {
+    "half of it": lambda database: os.truncate(database, database.stat().st_size // 2),
+    "gone": Path.unlink,
+    "empty": lambda database: database.write_bytes(b""),
+    "foreign": lambda database: database.write_bytes(b"\x89PNG" + bytes(9000)),
+    "other tables": lambda database: execute(database, "ALTER TABLE node ADD COLUMN more"),
+    "no index": lambda database: execute(database, "DROP INDEX node_prefix"),
+    "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, x'', 640, x'', 0, '')"),
+    "an altered row": lambda database: alter_keys(database, 0),
+    "an altered index": lambda database: alter_keys(database, 1),
+    "a hot journal": empty_beside_a_hot_journal,
+    "torn": be_torn,
+}
+
+
+# --- files whose heads say wrong things of themselves
+
+PREFIX = prefix_digests(IDENTITY, b"")[0]
+NODE = {"parent": None, "prefix": PREFIX, "start": 0}
+METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "2", "description": "Dear", "states": ""}
+FORM = TensorForm("uint8", (100, 4))
+HEADS: list[dict[str, Any]] = [
+    {"metadata": METADATA | {"format_version": "3"}},
+    {"metadata": METADATA | {"format": "another"}},
+    {"metadata": {name: METADATA[name] for name in ("format", "format_version", "states")}},
+    *({"node": NODE | {"start": start}} for start in (-64, 1, 64, 2**70, 0.0, None, "0")),
+    *({"node": NODE | {"prefix": prefix}} for prefix in ("", "no", PREFIX * 2, 7, None)),
+    *({"node": NODE | {"start": 64, "parent": parent}} for parent in ("0" * 32, "", 7, ["a"])),
+    *({"node": node} for node in ({}, [], None, "", "{", "[" * 100_000)),
+    *({"form": TensorForm(*form)} for form in (("uint8", ()), ("uint8", (400,)), ("uint8", (0, 4)))),
+    {"form": TensorForm("int8", (100, 4))},
+]
+
+
+def write_node(path: Path, metadata: dict[str, str] = METADATA, node: Any = NODE, form: TensorForm = FORM) -> None:
+    """Write a file, and let the database be made again."""
+    text = node if isinstance(node, str) else json.dumps(node)
+    data = as_bytes(keys_of(THIRD))[: form.num_bytes]
+    sections = [Section("keys", {"keys": form}, lambda: [[data]]), section_of(states_of(THIRD, 0))]
+    with (path / "nodes" / ("0" * 32 + ".safetensors")).open("xb", buffering=0) as file:
+        NewFile(metadata | {"node": text}, sections, 64).write(file)
+    database_of(path).unlink()
+
+
+def test_file_of_version_2_is_found_again(path: Path):
+    open_folder(path)
+    write_node(path)
+    user = open_folder(path)
+    assert num_found(user, THIRD) == 100
+    assert [entry.description for entry in user.entries()] == ["Dear"]
+    check_whole(path)
+
+
+# --- what must be true then
+
+
+class Harm(NamedTuple):
+    """Something that happens to a folder, what is told, and how many tokens of the three prompts are left."""
+
+    act: Callable[[Path], object]
+    told: str
+    left: list[int] = LENGTHS
+
+
+def to_file(harm: Callable[[Path], object], has_database: bool) -> Harm:
+    def act(path: Path) -> None:
+        harm(file_of(path, FIRST))
+        if not has_database:
+            database_of(path).unlink()
+
+    return Harm(act, REMOVED, [0, 0, 100])
+
+
+def swap(path: Path) -> None:
+    one, other = file_of(path, FIRST), file_of(path, THIRD)
+    one.rename(path / "between")
     other.rename(one)
-    (filled / "between").rename(other)
-    if has_database:
-        assert all_found(user) == [0, 0, 0]
-        assert user.entries() == []
-    else:
-        (filled / "prompts.sqlite").unlink()
-        assert all_found(open_folder(filled)) == [300, 200, 100]  # an end has lost its beginning
+    (path / "between").rename(other)
 
 
-@ignores_removals
-def test_files_of_two_models_when_swapped_then_nothing_wrong_is_found(filled: Path):
-    user = open_folder(filled)
+def swap_and_lose_the_database(path: Path) -> None:
+    swap(path)
+    database_of(path).unlink()
+
+
+def copy_that_of_another_model(path: Path) -> None:
+    user = open_folder(path)
     keep(user, FIRST[:250], identity=b"another model")
     with user.find(b"another model", keys_of(FIRST)) as match:
-        other = match.parts[0].path
-    shutil.copy(other, file_of(filled, FIRST))
-    (filled / "prompts.sqlite").unlink()
-    late = open_folder(filled)
-    assert all_found(late) == [0, 0, 100]
-    assert num_found(late, FIRST, b"another model") == 250
+        shutil.copy(match.parts[0].path, file_of(path, FIRST))
+    database_of(path).unlink()
+
+
+def remove_by_hand(path: Path) -> None:
+    file_of(path, FIRST).unlink()
+    open_folder(path)
+
+
+HARMS = {
+    **{f"file: {name}": to_file(act, True) for name, act in FILES.items()},
+    **{f"file and no database: {name}": to_file(act, False) for name, act in FILES.items()},
+    **{
+        f"database: {name}": Harm(lambda path, act=act: act(database_of(path)), MADE_AGAIN)
+        for name, act in DATABASES.items()
+    },
+    **{f"head: {at}": Harm(lambda path, head=head: write_node(path, **head), REMOVED) for at, head in enumerate(HEADS)},
+    "swapped": Harm(swap, REMOVED, [0, 0, 0]),
+    # An end has lost its beginning.
+    "swapped and no database": Harm(swap_and_lose_the_database, MADE_AGAIN, [300, 200, 100]),
+    "of another model": Harm(copy_that_of_another_model, MADE_AGAIN, [0, 0, 100]),
+    "removed by hand": Harm(remove_by_hand, "lacks files. 1 that continue them were removed", [0, 0, 100]),
+}
+
+
+def listed(user: Folder) -> dict[str, str]:
+    return {entry.node.name: entry.description for entry in user.entries()}
+
+
+@ignores_removals
+@pytest.mark.parametrize("harm", HARMS)
+def test_folder_when_harmed_then_what_is_left_is_right(harm: str, filled: Path):
+    user, (act, told, left) = open_folder(filled), HARMS[harm]
+    before = listed(user)
+
+    def look() -> dict[str, str]:
+        act(filled)
+        all_found(user)
+        return user.damages()
+
+    with pytest.warns(UserWarning, match=told):
+        assert look() == {}
+    for each in (user, open_folder(filled)):
+        assert all_found(each) == left
+        here = {file.stem for file in (filled / "nodes").iterdir()}
+        assert {name: text for name, text in before.items() if name in here}.items() <= listed(each).items()
+    check_whole(filled)
+    assert [keep(user, tokens) for tokens in PROMPTS] == [
+        number < most for number, most in zip(left, LENGTHS, strict=True)
+    ]
+    assert all_found(user) == LENGTHS
+
+
+def harm_at_random(random: Random, file: Path, others: list[Path]) -> None:
+    content = file.read_bytes()
+    at, end = sorted(random.randrange(len(content)) for _ in range(2))
+    noise = random.randbytes(random.choice((1, 1, 4, end - at)))
+    harmed = (content[:at], content[at:], content[:at] + noise + content[at + len(noise) :], content + noise)
+    file.write_bytes(random.choice((*harmed, harmed[2], harmed[2], random.choice(others).read_bytes())))
+
+
+@pytest.mark.soak
+def test_folder_when_harmed_at_random_then_finds_nothing_wrong(filled: Path):
+    prompts = [*PROMPTS, (*SECOND, *range(200))]
+    keep(open_folder(filled), prompts[-1])
+    shutil.copytree(filled, good := filled.parent / "good")
+    for seed in range(budget(300, 20_000)):
+        random = Random(seed)
+        shutil.rmtree(filled)
+        shutil.copytree(good, filled)
+        known, files = open_folder(filled), sorted((filled / "nodes").iterdir())
+        file = random.choice([*files, database_of(filled), database_of(filled)])
+        harm_at_random(random, file, [each for each in files if each != file])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                for user in random.sample((known, known, None), 3):
+                    lengths = [num_found(user or open_folder(filled), tokens) for tokens in prompts]
+                    assert file not in files or lengths.count(0) < 4
+                for name in known.damages():
+                    known.remove_damaged(name)
+            except PrefixStoreFolderError as error:
+                # A store of another program, for all that one can see, is not touched.
+                if "give another folder" not in str(error):
+                    raise
+                continue
+            assert known.damages() == {}, seed
+            for tokens in prompts:
+                keep(known, tokens)
+                assert num_found(known, tokens) == len(tokens), seed
+        check_whole(filled)
+        count("prefix stores harmed")
+
+
+# --- files that are not removed, or by whom
 
 
 def test_file_that_cannot_be_opened_now_is_not_removed(filled: Path):
-    (filled / "prompts.sqlite").unlink()
+    database_of(filled).unlink()
     files = sorted((filled / "nodes").iterdir())
     for number in range(10):
         free = len(os.listdir("/dev/fd")) - 1 + number
@@ -150,19 +344,15 @@ def test_file_that_cannot_be_opened_now_is_not_removed(filled: Path):
             if "cannot be" not in str(error):
                 raise
         assert sorted((filled / "nodes").iterdir()) == files
-    assert all_found(open_folder(filled)) == [300, 300, 100]
+    assert all_found(open_folder(filled)) == LENGTHS
 
 
-def test_file_that_was_removed_by_hand_takes_what_continues_it(filled: Path):
-    user, files = open_folder(filled), [file_of(filled, tokens) for tokens in (FIRST, THIRD)]
-    for file in files:
-        file.unlink()
-    assert [entry.node.start for entry in user.entries()] == [192]
-    user.remove(files[1].stem)
-    with pytest.warns(UserWarning, match="lacks files. 1 that continue them were removed"):
-        open_folder(filled)
-    assert user.entries() == []
-    assert keep(user, THIRD)
+def test_node_whose_file_is_gone_is_not_listed_and_can_be_removed(filled: Path):
+    user, file = open_folder(filled), file_of(filled, THIRD)
+    file.unlink()
+    assert {entry.node.start for entry in user.entries()} == {0, 192}
+    assert file.stem not in listed(user)
+    user.remove(file.stem)
     check_whole(filled)
 
 
@@ -176,16 +366,14 @@ def test_node_when_its_file_is_locked_for_too_long_then_is_told(filled: Path):
 
 def test_node_when_the_one_before_it_goes_meanwhile_then_is_not_added(filled: Path):
     user, before = open_folder(filled), file_of(filled, THIRD)
-    section = section_of(b"states " * 4)
 
-    def data() -> Any:
+    def meanwhile() -> None:
         cut(before)
-        with pytest.warns(UserWarning, match="It was removed from the store"):
+        with pytest.warns(UserWarning, match=REMOVED):
             assert user.remove_damaged(before.stem)
-        return section.data()
 
     with pytest.raises(NodeNotFoundError, match="has lost the tokens before the prompt"):
-        user.add(IDENTITY, keys_of((*THIRD, 1)), 64, [Section("states", section.forms, data)])
+        add(user, (*THIRD, 1), 64, meanwhile=meanwhile)
     assert len(user.entries()) == 2
     check_whole(filled)
 
@@ -201,105 +389,16 @@ def test_folder_in_the_place_of_a_file_is_left_alone(filled: Path):
 
 
 def test_states_when_altered_then_verifying_says_so(filled: Path):
-    user, file = open_folder(filled), file_of(filled, SECOND)
+    user = open_folder(filled)
     with user.find(IDENTITY, keys_of(SECOND)) as match:
         whole, altered = (part.node.name for part in match.parts)
-        alter(file, -100)
+        alter(match.parts[-1].path, -100)
         assert [*user.damages()] == [altered]
         assert "was altered" in user.damages()[altered]
         assert not user.remove_damaged(whole)
-        with pytest.warns(UserWarning, match="removed from the store"):
+        with pytest.warns(UserWarning, match=REMOVED):
             assert user.remove_damaged(altered)
         # Who has it open, keeps the file; who opens it now, hears of it.
         with pytest.raises(CacheFileError, match="cannot be read: No such file"):
             match.parts[-1].open()
     assert all_found(user) == [300, 200, 100]
-
-
-def harm_at_random(random: Random, file: Path, others: list[Path]) -> None:
-    content = file.read_bytes()
-    at, end = sorted(random.randrange(len(content)) for _ in range(2))
-    noise = random.randbytes(random.choice((1, 1, 4, end - at)))
-    harmed = (content[:at], content[at:], content[:at] + noise + content[at + len(noise) :], content + noise)
-    file.write_bytes(random.choice((*harmed, harmed[2], harmed[2], random.choice(others).read_bytes())))
-
-
-@pytest.mark.soak
-def test_folder_when_harmed_at_random_then_finds_nothing_wrong(path: Path):
-    prompts = [*PROMPTS, (*SECOND, *range(200))]
-    for tokens in prompts:
-        keep(open_folder(path), tokens)
-    shutil.copytree(path, good := path.parent / "good")
-    for seed in range(budget(300, 20_000)):
-        random = Random(seed)
-        shutil.rmtree(path)
-        shutil.copytree(good, path)
-        known, files = open_folder(path), sorted((path / "nodes").iterdir())
-        file = random.choice([*files, path / "prompts.sqlite", path / "prompts.sqlite"])
-        harm_at_random(random, file, [each for each in files if each != file])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                for user in random.sample((known, known, None), 3):
-                    lengths = [num_found(user or open_folder(path), tokens) for tokens in prompts]
-                    assert file not in files or lengths.count(0) < 4
-                for name in known.damages():
-                    known.remove_damaged(name)
-            except PrefixStoreFolderError as error:
-                # A store of another program, for all that one can see, is not touched.
-                if "give another folder" not in str(error):
-                    raise
-                continue
-            assert known.damages() == {}, seed
-            for tokens in prompts:
-                keep(known, tokens)
-                assert num_found(known, tokens) == len(tokens), seed
-        check_whole(path)
-        count("prefix stores harmed")
-
-
-# Heads of nodes, which say in their metadata who they are
-
-PREFIX = prefix_digests(IDENTITY, b"")[0]
-NODE = {"parent": None, "prefix": PREFIX, "start": 0}
-METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "2", "description": "Dear", "states": ""}
-FORM = TensorForm("uint8", (100, 4))
-
-
-def write_node(path: Path, metadata: dict[str, str], node: Any = NODE, form: TensorForm = FORM) -> None:
-    text = node if isinstance(node, str) else json.dumps(node)
-    data = as_bytes(keys_of(FIRST[:100]))[: form.num_bytes]
-    sections = [Section("keys", {"keys": form}, lambda: [[data]]), section_of(states_of(FIRST[:100], 0))]
-    with (path / "nodes" / ("0" * 32 + ".safetensors")).open("xb", buffering=0) as file:
-        NewFile(metadata | {"node": text}, sections, 64).write(file)
-
-
-def test_file_of_version_2_is_found_again(path: Path):
-    open_folder(path)
-    write_node(path, METADATA)
-    user = open_folder(path)
-    assert num_found(user, FIRST[:100]) == 100
-    assert [entry.description for entry in user.entries()] == ["Dear"]
-    check_whole(path)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"metadata": METADATA | {"format_version": "3"}},
-        {"metadata": METADATA | {"format": "another"}},
-        {"metadata": {name: METADATA[name] for name in ("format", "format_version", "states")}},
-        *({"node": NODE | {"start": start}} for start in (-64, 1, 64, 2**70, 0.0, None, "0")),
-        *({"node": NODE | {"prefix": prefix}} for prefix in ("", "no", PREFIX * 2, 7, None)),
-        *({"node": NODE | {"start": 64, "parent": parent}} for parent in ("0" * 32, "", 7, ["a"])),
-        *({"node": node} for node in ({}, [], None, "", "{", "[" * 100_000)),
-        *({"form": TensorForm(*form)} for form in (("uint8", ()), ("uint8", (400,)), ("uint8", (0, 4)))),
-        {"form": TensorForm("int8", (100, 4))},
-    ],
-)
-def test_head_that_is_none_goes_with_its_file(head: dict[str, Any], path: Path):
-    open_folder(path)
-    write_node(path, **{"metadata": METADATA, **head})
-    with pytest.warns(UserWarning, match="It was removed from the store"):
-        open_folder(path)
-    check_whole(path)

@@ -22,34 +22,31 @@ from store_folder.stored import keep, open_folder
 from store_folder.trials import CHANGES, check, prepared
 
 # A file that was being opened when the error came is closed when it is freed.
-REASONS = "has no room", "No space left", "File too large", "disk is full", "disk I/O error"
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
-
-
-def no_space(message: str) -> OSError:
-    return OSError(errno.ENOSPC, message)
-
-
-def unreadable(message: str) -> OSError:
-    return OSError(errno.EIO, message)
+REASONS = "has no room", "No space left", "File too large", "disk is full", "disk I/O error"
+ERRORS: dict[str, Any] = {
+    "no space": partial(OSError, errno.ENOSPC),
+    "unreadable": partial(OSError, errno.EIO),
+    "Ctrl-C": KeyboardInterrupt,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("error", [no_space, unreadable, KeyboardInterrupt])
-def test_change_when_ended_at_any_line_then_is_done_or_not(error: Any, change: str, path: Path):
-    counting = Interruption(error)
+@pytest.mark.parametrize("error", ERRORS)
+def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: str, path: Path):
+    act, counting = partial(CHANGES[change], path), Interruption(ERRORS[error])
     prepared(path, change)
-    counting.run(partial(CHANGES[change], path))
+    counting.run(act)
     for line in range(0, counting.lines, max(1, counting.lines // budget(100, 100_000))):
         prepared(path, change)
-        interruption = Interruption(error, line)
+        interruption = Interruption(ERRORS[error], line)
         # A file that seems damaged goes with a warning.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            interruption.run(partial(CHANGES[change], path))
+            interruption.run(act)
         assert interruption.place is not None
         try:
-            check(path, change, may_lose=error is unreadable)
+            check(path, change, may_lose=error == "unreadable")
         except BaseException as failure:
             raise AssertionError(f"ended at {interruption.place}") from failure
         count("changes of a prefix store ended")
@@ -97,8 +94,9 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
     if not is_mounted(disk, "size=1m"):
         pytest.skip("may not mount")
     try:
-        num_pages = 1  # none is no limit
-        while True:
+        num_pages, result = 0, False  # no page is no limit
+        while not result:
+            num_pages += 1
             prepared(disk / "store", change)
             status = os.statvfs(disk)
             used = (status.f_blocks - status.f_bfree) * status.f_frsize
@@ -106,9 +104,6 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
             result = is_done(change, disk / "store")
             assert is_mounted(disk, "remount,size=1m")
             check(disk / "store", change, may_lose=True)  # prompts may make room
-            if result:
-                break
-            num_pages += 1
         assert num_pages > 5
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -116,8 +111,7 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system for the names of open files")
 def test_changes_when_made_then_are_on_the_disk_in_order(path: Path, monkeypatch: pytest.MonkeyPatch):
-    user = open_folder(path)
-    events: list[str] = []
+    user, events, connect = open_folder(path), list[str](), sqlite3.connect
 
     def watch(owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -130,21 +124,21 @@ def test_changes_when_made_then_are_on_the_disk_in_order(path: Path, monkeypatch
 
         monkeypatch.setattr(owner, name, watched)
 
-    connect = sqlite3.connect
-
     def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
         connection = connect(*arguments, **options)
         connection.set_trace_callback(lambda statement: events.append(statement.split()[0]))
         return connection
+
+    def changes() -> tuple[str, ...]:
+        return tuple(each for each in events if each not in ("PRAGMA", "SELECT"))
 
     monkeypatch.setattr(sqlite3, "connect", connected)
     for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
         watch(owner, name)
     keep(user, tuple(range(100)))
     file = "fsync unfinished/...", "BEGIN", "replace unfinished/...", "fsync nodes", "INSERT", "COMMIT"
-    assert tuple(each for each in events if each not in ("PRAGMA", "SELECT"))[-6:] == file
+    assert changes()[-6:] == file
     name = user.entries()[0].node.name
     events.clear()
     user.remove(name)
-    removal = "BEGIN", "unlink nodes/...", "fsync nodes", "DELETE", "COMMIT"
-    assert tuple(each for each in events if each not in ("PRAGMA", "SELECT")) == removal
+    assert changes() == ("BEGIN", "unlink nodes/...", "fsync nodes", "DELETE", "COMMIT")

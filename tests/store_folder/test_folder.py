@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.files.tensor_file import Section
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Folder
 
@@ -18,6 +17,7 @@ from store_folder.stored import (
     BLOCK,
     IDENTITY,
     Tokens,
+    add,
     bytes_of_nodes,
     keep,
     keys_of,
@@ -31,13 +31,8 @@ PROMPT = tuple(range(5000))
 
 def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
     folder = open_folder(path)
-
-    def data() -> Any:
-        yield [b"1"]
-        raise KeyError("of the caller")
-
     with pytest.raises(KeyError, match="of the caller"):
-        folder.add(IDENTITY, keys_of(PROMPT), 0, [Section("states", section_of(b"1").forms, data)])
+        add(folder, PROMPT, 0, meanwhile=lambda: {}["of the caller"])
     assert folder.entries() == []
     assert bytes_of_nodes(path) == 0
 
@@ -59,6 +54,9 @@ def test_prompt_when_removed_then_what_another_continues_stays(path: Path):
     names = {entry.node.end: entry.node.name for entry in folder.entries()}
     with folder.find(IDENTITY, keys_of(PROMPT)), pytest.raises(NodeInUseError):
         folder.remove_unshared(names[1000])
+    with folder.find(IDENTITY, keys_of((*PROMPT[:200], 7))), pytest.raises(NodeInUseError):
+        folder.remove(names[200])
+    assert len(folder.entries()) == 4
     for name, except_tokens in (("0" * 32, 0), (names[1000], 1000), (names[200], 0)):
         folder.remove_unshared(name, except_tokens)
     assert num_found(folder, PROMPT) == 1000
@@ -96,10 +94,16 @@ def test_working_directory_when_changed_then_the_store_stays(path: Path, monkeyp
 NODE_BYTES = 8644  # of a head, keys, states and a checksum
 
 
-def fill(folder: Folder, tokens: Tokens, start: int = 0, num_bytes: int = 4096) -> str:
+def fill(
+    folder: Folder,
+    tokens: Tokens,
+    start: int = 0,
+    num_bytes: int = 4096,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> str:
     """Add a node whose file has `NODE_BYTES`, or as many more as its states."""
     num_bytes += 448 - 64 * math.ceil(len(tokens[start:]) / 16)
-    return folder.add(IDENTITY, keys_of(tokens), start, [section_of(bytes(num_bytes))])
+    return folder.add(IDENTITY, keys_of(tokens), start, [section_of(bytes(num_bytes), meanwhile)])
 
 
 def one(number: int) -> Tokens:
@@ -154,15 +158,13 @@ def test_prompt_larger_than_the_limit_is_refused_and_nothing_goes(path: Path):
 
 def test_prompts_being_written_count_before_they_are_there(path: Path):
     folder, other = open_folder(path, 2 * NODE_BYTES), open_folder(path, 2 * NODE_BYTES)
-    section = section_of(bytes(4096))
 
-    def data() -> Any:
+    def meanwhile() -> None:
         assert fill(other, one(1))
         with pytest.raises(PrefixStoreFullError):
             fill(other, one(2), num_bytes=2 * 4096)
-        return section.data()
 
-    folder.add(IDENTITY, keys_of(one(0)), 0, [Section("states", section.forms, data)])
+    fill(folder, one(0), meanwhile=meanwhile)
     assert bytes_of_nodes(path) == 2 * NODE_BYTES
 
 
@@ -194,27 +196,30 @@ def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
 # Files of others, of processes that have ended, links and owners
 
 NAME = "0" * 32
+NOT_OURS = {
+    "nodes": ["letter.txt", NAME, "0" * 31 + ".safetensors", "Z" * 32 + ".safetensors", f"{NAME}.safetensors.old"],
+    "unfinished": ["letter.txt", "0" * 31, f"{NAME}.txt", "A" * 32, "." + "0" * 31],
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["letter.txt", NAME, "0" * 31 + ".safetensors", "Z" * 32 + ".safetensors", f"{NAME}.safetensors.old"]
-)
-def test_files_of_others_when_among_nodes_then_stay(name: str, path: Path):
-    keep(open_folder(path), PROMPT[:3])
-    (path / "nodes" / name).write_text("Dear")
-    (path / "nodes" / f"{NAME}.safetensors").mkdir()
-    (path / "prompts.sqlite").unlink()
-    assert num_found(open_folder(path), PROMPT[:3]) == 3
-    assert (path / "nodes" / name).read_text() == "Dear"
+def contents(path: Path) -> dict[Path, bytes]:
+    return {each: each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
 
-@pytest.mark.parametrize("name", ["letter.txt", "0" * 31, f"{NAME}.txt", "A" * 32, "." + "0" * 31])
-def test_files_of_others_when_among_unfinished_ones_then_stay(name: str, path: Path):
+def test_files_of_others_when_in_a_store_then_stay(path: Path):
     open_folder(path)
-    (path / "unfinished" / name).write_text("Dear")
+    for folder, names in NOT_OURS.items():
+        for name in names:
+            (path / folder / name).write_text("Dear")
+    (path / "nodes" / f"{NAME}.safetensors").mkdir()
+    before = contents(path / "nodes") | contents(path / "unfinished")
     (path / "unfinished" / NAME).write_text("left by a process that has ended")
     assert keep(open_folder(path), PROMPT[:3])
-    assert [each.name for each in (path / "unfinished").iterdir()] == [name]
+    (path / "prompts.sqlite").unlink()
+    assert num_found(open_folder(path), PROMPT[:3]) == 3
+    after = contents(path / "nodes") | contents(path / "unfinished")
+    assert before.items() <= after.items()
+    assert len(after) == len(before) + 1
 
 
 def test_folder_with_other_files_is_refused_and_stays(path: Path):
@@ -263,8 +268,8 @@ def test_part_of_a_store_when_not_ours_then_refused_and_unchanged(
 ):
     keep(open_folder(path), PROMPT[:3])
     change(path / name)
-    before = {each: each.read_bytes() for each in path.parent.rglob("*") if each.is_file()}
+    before = contents(path.parent)
     reason = f"has {name}, which is a link, something else, or of another user|unable to open database file"
     with pytest.raises(PrefixStoreFolderError, match=reason):
         open_folder(path)
-    assert {each: each.read_bytes() for each in path.parent.rglob("*") if each.is_file()} == before
+    assert contents(path.parent) == before

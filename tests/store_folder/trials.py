@@ -1,4 +1,10 @@
-"""Changes of a folder that end somewhere, and what must hold then; without torch, for processes that are forked."""
+"""
+Changes of a folder that end somewhere, and what must hold then; without torch, for processes that are forked.
+
+    prepared(path, "add")                        # the folder as it is before the change
+    run_until(12, lambda: CHANGES["add"](path))  # a process makes it, and is killed before its 13th call of the system
+    check(path, "add")                           # it was made or not, and all that was there is whole
+"""
 
 import ctypes
 import os
@@ -11,31 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from store_folder.stored import Tokens, bytes_of_nodes, found, keep, num_found, open_folder
+from store_folder.stored import (
+    FIRST,
+    PROMPTS,
+    Tokens,
+    all_found,
+    bytes_of_nodes,
+    check_whole,
+    fill,
+    found,
+    keep,
+    num_found,
+    open_folder,
+)
 
-OLD: list[Tokens] = [tuple(range(300)), (*range(200), *range(1000, 1100)), tuple(range(5000, 5100))]
 NEW: Tokens = (*range(290), *range(2000, 2200))
 # Files of nodes have 5 to 8 KiB each, and the new one needs the room of two.
 MAX_BYTES = 18_000
 _TRACE_ME, _NEXT_CALL = 0, 24  # of ptrace
 
 
-def fill(path: Path) -> None:
-    for tokens in OLD:
-        keep(open_folder(path), tokens)
-
-
-def add(path: Path) -> None:
-    keep(open_folder(path), NEW)
-
-
-def add_in_place_of_others(path: Path) -> None:
-    keep(open_folder(path, MAX_BYTES), NEW)
-
-
 def remove(path: Path) -> None:
     user = open_folder(path)
-    with found(user, OLD[0]) as match:
+    with found(user, FIRST) as match:
         name = match.parts[0].node.name
     user.remove(name)
 
@@ -45,7 +49,22 @@ def make_database(path: Path) -> None:
     num_found(open_folder(path), NEW)
 
 
-CHANGES = {each.__name__: each for each in (fill, add, add_in_place_of_others, remove, make_database)}
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "fill": fill,
+    "add": lambda path: keep(open_folder(path), NEW),
+    "add_in_place_of_others": lambda path: keep(open_folder(path, MAX_BYTES), NEW),
+    "remove": remove,
+    "make_database": make_database,
+}
+# How many tokens may be found then of the three prompts and the new one; `None` where any may be.
+WAYS = {
+    "fill": None,
+    "add": [(300, 300, 100, 290), (300, 300, 100, 490)],
+    # In the order of removal.
+    "add_in_place_of_others": [(300, 300, 100, 290), (300, 200, 100, 290), (300, 200, 0, 290), (300, 200, 0, 490)],
+    "remove": [(300, 300, 100, 290), (300, 200, 100, 290), (0, 0, 100, 0)],
+    "make_database": [(300, 300, 100, 290)],
+}
 
 
 def prepared(path: Path, change: str) -> None:
@@ -64,33 +83,15 @@ def check(path: Path, change: str, may_lose: bool = False) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         user = open_folder(path, lock_seconds=0)
-        lengths = [num_found(user, tokens) for tokens in OLD]  # with all states
-        of_new = num_found(user, NEW)
-    if may_lose:
-        pass
-    elif change in ("add", "make_database"):
-        assert lengths == [300, 300, 100], lengths
-        assert of_new in (290, 490), of_new
-    elif change == "add_in_place_of_others":
-        # In the order of removal.
-        ways = ([300, 300, 100], 290), ([300, 200, 100], 290), ([300, 200, 0], 290), ([300, 200, 0], 490)
-        assert (lengths, of_new) in ways, (lengths, of_new)
-        assert of_new == 290 or bytes_of_nodes(path) <= MAX_BYTES
-    elif change == "remove":
-        assert lengths in ([300, 300, 100], [300, 200, 100], [0, 0, 100]), lengths
+        lengths = (*all_found(user), num_found(user, NEW))
+    ways = None if may_lose else WAYS[change]
+    assert ways is None or lengths in ways, lengths
+    if change == "add_in_place_of_others" and lengths[-1] == len(NEW):
+        assert may_lose or bytes_of_nodes(path) <= MAX_BYTES
     check_whole(path)
-    for tokens in (*OLD, NEW):
+    for tokens in (*PROMPTS, NEW):
         keep(user, tokens)
         assert num_found(user, tokens) == len(tokens)
-
-
-def check_whole(path: Path) -> None:
-    """Check that no file is damaged or left over, and that database and files agree."""
-    user = open_folder(path, lock_seconds=0)
-    assert user.damages() == {}
-    assert not list((path / "unfinished").iterdir())
-    assert {entry.node.name for entry in user.entries()} == {each.stem for each in (path / "nodes").iterdir()}
-    assert not (path / "prompts.sqlite-journal").exists()
 
 
 def run_until(call: int, change: Callable[[], Any]) -> int:
