@@ -471,11 +471,12 @@ class Folder:
                     with self._transaction(changes) as nodes:  # another process may have made it again
                         return act(nodes)
                 except DamagedDatabaseError as error:
-                    self._make_database_again(error)
+                    reason = str(error)  # the error's frames may hold a cursor, which keeps the database locked
+                self._make_database_again(reason)
                 with self._transaction(changes) as nodes:
                     return act(nodes)
 
-    def _make_database_again(self, reason: DamagedDatabaseError) -> None:
+    def _make_database_again(self, reason: str) -> None:
         """Make the database again from the files. An empty one is new, and what its journal has does not count."""
         warnings.warn(f"{reason} It is made again from the files.", stacklevel=4)
         with contextlib.suppress(FileExistsError):

@@ -133,13 +133,12 @@ class ShardedStore(Store):
         Make own rows in this empty store, with any content, for so many entries in all parts.
 
         Raises:
-            ValueError: the parts have other names, or no sequence has so many entries.
+            ValueError: the parts have other names.
             HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
         if entries.keys() != self.entries().keys():
             raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.entries())}")
         full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
-        self.layout.require_entries(full, quantized)
         layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE
         assert isinstance(self.dense, HostBlocks)

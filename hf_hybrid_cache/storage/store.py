@@ -273,16 +273,10 @@ class Store(LayerStates):
         return own if isinstance(own, HostBlocks) else HostBlocks.like(own or self.dense, num_entries)
 
     def take(self, runs: Mapping[str, Run]) -> None:
-        """
-        Store the entries of runs, by part, in this empty store; its own runs may be among them, already filled.
-
-        Raises:
-            ValueError: no sequence has so many entries.
-        """
+        """Store the entries of runs, by part, in this empty store; its own runs may be among them, already filled."""
         states, blocks = runs["states" if self.packed is None else "full"], 0
         if self.packed is not None:
             blocks = runs["packed"].num_entries
-            self.layout.require_entries(states.num_entries, blocks)
             self._fit_packed()
             if runs["packed"] is not self.packed:
                 self.packed.extend_from(runs["packed"], 0, blocks)

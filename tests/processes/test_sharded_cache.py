@@ -264,6 +264,29 @@ def test_attention_that_asks_for_the_states_gets_those_of_all_processes(group: G
         assert torch.equal(answer[0], expected[0])
 
 
+def converted(name: str, num_tokens: int) -> list[bool]:
+    """Convert a cache to another type; return for each layer whether it holds the same states."""
+    config = tiny_model("llama").config
+    generator = torch.Generator().manual_seed(0)
+    cache = shared(name, config)
+    shape = 1, config.num_key_value_heads, num_tokens, config.head_dim
+    for index in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(shape, generator=generator).bfloat16() for _ in range(2)), index)
+    before = [layer.keys for layer in cache.layers]
+    cache.to("cpu", torch.float32)
+    return [
+        torch.equal(layer.keys.bfloat16(), keys) and layer.keys.dtype == torch.float32
+        for layer, keys in zip(cache.layers, before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "quantized_8", "quantized_2"])
+@pytest.mark.parametrize("num_tokens", [107, 363, 500])
+def test_shared_cache_when_converted_then_holds_the_same(name: str, num_tokens: int, group: Group):
+    for answer in group.call(converted, name, num_tokens):
+        assert all(answer)
+
+
 def sampled_with_other_logits() -> list[list[int]]:
     """Sample with another model in each process, which exaggerates the rounding of other processors."""
     rank = distributed.get_rank()

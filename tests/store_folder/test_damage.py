@@ -153,7 +153,7 @@ DATABASES: dict[str, Callable[[Path], object]] = {
     "foreign": lambda database: database.write_bytes(b"\x89PNG" + bytes(9000)),
     "other tables": lambda database: execute(database, "ALTER TABLE node ADD COLUMN more"),
     "no index": lambda database: execute(database, "DROP INDEX node_prefix"),
-    "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, x'', 640, x'', 0, '')"),
+    "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, x'', 0, x'', 0, '')"),
     "an altered row": lambda database: alter_keys(database, 0),
     "an altered index": lambda database: alter_keys(database, 1),
     "a hot journal": empty_beside_a_hot_journal,
