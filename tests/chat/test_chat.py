@@ -33,6 +33,7 @@ def test_answers_equal_those_of_generate(cache: str, family: str, settings: Answ
         assert answer == generated(model, chat.token_ids[: chat.turns[-1].answer], settings)
         assert (chat.last.finish_reason, len(answer)) == ("length", settings.max_new_tokens)
         assert chat.token_ids[chat.turns[-1].answer :] == answer
+    assert repr(chat).startswith(f"Chat({len(QUESTIONS)} turns, {len(chat.token_ids)} tokens, ")
 
 
 @pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])

@@ -43,7 +43,7 @@ README = REPOSITORY / "README.md"
 GUIDE = sorted(
     path for path in (REPOSITORY / "docs").glob("*.md") if path.stem not in ("design", "log")
 )  # those two tell how it is made, not how it is used
-PAGES = [README, *GUIDE]
+PAGES = [README, *GUIDE, REPOSITORY / "CONTRIBUTING.md"]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OTHER_NAMES = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-4B")  # which pages load, too
 WITH_EXPERTS = "Qwen/Qwen3-30B-A3B"
@@ -237,7 +237,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
             server.terminate()
 
 
-@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_what_a_page_of_the_guide_shows_runs(
     page: Path, use_hub: Callable[[Path], None], tiny_hub: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -35,7 +35,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 95
 
 
 def test_the_headline_is_measured_with_both_taking_turns():

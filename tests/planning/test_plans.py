@@ -412,6 +412,10 @@ def test_a_cache_for_a_budget_is_the_one_that_loses_least(real_model: PreTrained
     cache = cache_for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")
     assert torch.equal(real_model.generate(prompt, **cache_argument(cache), max_new_tokens=5, do_sample=False), plain)
     assert bits_of(cache) is None
+    with pytest.raises(ValueError, match="'4 KiB' is not a number of tokens: write it as 131072 or 128K"):
+        cache_for_budget(real_model.config, "4 KiB", gpu_memory=0)
+    with pytest.raises(PlanError, match="65,536 tokens"):
+        cache_for_budget(real_model.config, "64K", gpu_memory=0, host_memory="1MiB")
     model = model_cost(real_model.config)
     of_4_bits = needed_by(model, "quantized-4", Strategy.CPU).host_bytes
     assert bits_of(cache_for_budget(real_model.config, 500, 0, of_4_bits)) == 4

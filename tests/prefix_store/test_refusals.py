@@ -169,6 +169,7 @@ def test_prefill_when_there_is_no_room_then_reads_and_warns(tmp_path: Path):
     with pytest.warns(UserWarning, match="not kept beyond 0 tokens"):
         store.prefill(model, prompt, cache, progress=False)
     assert hits(tmp_path, model, DynamicHybridCache, prompt) == [0]
+    assert repr(store) == f"PrefixStore({str(tmp_path / 'store')!r})"
 
 
 @pytest.mark.parametrize("form", FORMS)
