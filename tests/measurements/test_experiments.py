@@ -29,7 +29,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from models.tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
-OLMOE = "allenai/OLMoE-1B-7B-0924"
 SMALL_BUFFER = "--buffer-mib 16"
 SMOLLM2 = f"--model smollm2-135m --contexts 40 --steps 2 {SMALL_BUFFER}"
 WHOLE_STEP = f"--model smollm2-135m --contexts 40 --rounds 1 {SMALL_BUFFER}"
@@ -90,7 +89,6 @@ each_experiment = pytest.mark.parametrize(
             f"--tokens 300 --device-tokens 128 --repeats 2 {SMALL_BUFFER}",
             {"300, 16 bits", "300, 4 bits"},
         ),
-        case("experts.host_experts", f"--models {OLMOE}", {f"{size} GB, {OLMOE}" for size in (8, 24)}),
         case("cost.host_peak", "--prefill-tokens 500 --new-tokens 3 --stock-new-tokens 2", {"ours", "stock"}),
         case("experts.load_memory", "--layers 1 --experts 4 --vocabulary 1000", {*load_memory.WAYS}),
         case(
@@ -195,7 +193,6 @@ IN_THIS_PROCESS = (
     "steps.prompt_attention",
     "steps.quantized_step",
     "quality.biased_keys",
-    "experts.host_experts",
 )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from experiments import report, stock_tests
 from experiments.common.records import RESULTS
-from experiments.experts import host_experts
 from experiments.processes import collective_cost
 
 REPOSITORY = RESULTS.parent
@@ -73,18 +72,33 @@ def test_every_figure_of_a_record_is_drawn():
 
 
 def headline() -> Iterator[str]:
-    """Yield what the README says of the records of whole steps, and of decoding on a Xeon."""
-    whole = report.load_records("whole_step/llama-3.2-1b-random")["amd-epyc-znver5-2-cores"]["cells"]
-    (cell,) = (cell for cell in whole if cell["context_tokens"] == 131_072)
-    stock, quantized, full = "stock W16/KV16", "ours W4/KV4", "ours W16/KV16"
-    memory, seconds = {name: sum(held.values()) for name, held in cell["holds"].items()}, cell["median_seconds"]
-    times = {name: 1 / cell["ratios"][f"{name} / {stock}"] for name in (quantized, full)}
-    yield f"{times[quantized]:.0f} times as fast as with transformers' `DynamicCache`"
-    yield f"in {memory[quantized] / memory[stock]:.0%} of the memory"
-    yield f"in full precision {times[full]:.0f} times as fast"
-    yield f"{seconds[quantized]:.2f} s and {seconds[full]:.2f} s a token instead of {seconds[stock]:.1f} s"
-    for folder, text in ((report.DECODE, "{:.1f} times as fast as"), (f"{report.DECODE}-4-bits", "and {:.1f} times")):
-        yield text.format(report.load_records(folder)["intel-xeon-processor-2-cores"]["cells"][-1]["ratio"])
+    """Yield what the README says of prompts, whole steps, the server and the prefix store."""
+    shape = "llama-3.2-1b-random"
+    prompts = {cell["tokens"]: cell["median_seconds"] for cell in only(f"prompt_peers/{shape}")["cells"]}
+    ours, stock = "ours W8/KV8", "stock W16/KV16"
+    pairs = [f"{prompts[tokens][ours]:.0f} s ({prompts[tokens][stock]:.0f})" for tokens in (2048, 8192)]
+    sweep = "context_sweep/amd-epyc-znver4-2-cores"
+    real = {name: each["result"] for name, each in report.load_records(sweep).items() if "--real--" in name}
+    longer = real[f"{shape}--stock--cpu--32768--20--real--0"]["ttft_seconds"] / 60
+    longest = real[f"{shape}--quantized-4-weights-4--cpu--131072--20--real--0"]["ttft_seconds"] / 60
+    pairs += [f"{prompts[32768][ours] / 60:.1f} min ({longer:.1f})", f"{longest:.0f} min, in 4 bits"]
+    yield f"| it is read (Zen 4) | {' | '.join(pairs)} |"
+    cells = report.load_records(f"whole_step/{shape}")["amd-epyc-znver5-2-cores"]["cells"]
+    steps = {cell["context_tokens"]: {n: 1e3 * s for n, s in cell["median_seconds"].items()} for cell in cells}
+    pairs = [f"{steps[tokens][ours]:.0f} ms ({steps[tokens][stock]:,.0f})" for tokens in (8192, 32768, 131_072)]
+    yield f"| each token of an answer (Zen 5) | | {' | '.join(pairs)} |"
+    last = steps[131_072]
+
+    def peer(name: str, bits: int) -> str:
+        """The milliseconds with the faster of its keys and values."""
+        return f"{min(last[f'{name} W{bits}/KV{of_states}'] for of_states in (bits, 16)):.0f}"
+
+    yield f"llama.cpp takes {peer('llama.cpp', 8)} ms a token in 8 bits, ik_llama.cpp {peer('ik_llama.cpp', 8)};"
+    four = peer("llama.cpp", 4), peer("ik_llama.cpp", 4)
+    yield f"in 4 bits it is {last['ours W4/KV4']:.0f} ms here, {four[0]} and {four[1]} there"
+    asked = only("serving")["first_token_seconds"]["ours"]
+    first, later = asked["first question"][0], sorted(asked["another question"])[1]
+    yield f"comes after {later:.1f} s instead of {first:.0f}"
 
 
 def few_bits() -> Iterator[str]:
@@ -111,12 +125,6 @@ def continuations() -> Iterator[str]:
     yield f"| {beams['ours']:.1f}x, a quarter of the memory; with 4 bits {beams['ours, 4 bits']:.1f}x"
 
 
-def on_host_experts() -> Iterator[str]:
-    cells = only("host_experts")["cells"]
-    assert {cell["model"] for cell in cells} == set(host_experts.MODELS)
-    yield from ("\n".join(table(cells)) for table in (host_experts.fit_table, host_experts.speed_table))
-
-
 def worked_out_for_processes() -> Iterator[str]:
     for rows in (collective_cost.predictions(), collective_cost.limits()):
         yield "\n".join(collective_cost.table(rows))
@@ -127,7 +135,6 @@ SAID: Mapping[str, Callable[[], Iterator[str]]] = {
     "docs/quantized-cache.md": few_bits,
     "docs/weights.md": peaks_of_loading,
     "docs/continuations.md": continuations,
-    "docs/planning.md": on_host_experts,
     "docs/many-processes.md": worked_out_for_processes,
     "docs/reliability.md": lambda: iter([stock_tests.table(only("stock_tests")["cells"])]),
 }
