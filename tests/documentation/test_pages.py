@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import hf_hybrid_cache
-from experiments import report
 from hf_hybrid_cache import (
     DynamicHybridCache,
     HybridCache,
@@ -36,17 +35,6 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 95
-
-
-def test_the_headline_is_measured_with_both_taking_turns():
-    machine = "intel-xeon-processor-2-cores"
-    results = (REPOSITORY / "docs" / "results.md").read_text()
-    for folder in ("llama-3.2-1b-random", "llama-3.2-1b-random-4-bits"):
-        cells = report.load_records(f"decode_speed/{folder}")[machine]["cells"]
-        (ratio,) = (cell["ratio"] for cell in cells if cell["context_tokens"] == 131_072)
-        assert f"{ratio:.1f} times" in results
-    # The sweep's ratio with DynamicCache, whose cells run one after the other, is on no page.
-    assert not [page.name for page in [*PAGES, REPOSITORY / "results" / "README.md"] if "9.1 times" in page.read_text()]
 
 
 def strings_of_the_package() -> Iterator[str]:
