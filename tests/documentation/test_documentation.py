@@ -155,6 +155,8 @@ class Commands:
 
             assert Path(sys.executable).with_name("torchrun").is_file()
             assert get_args_parser().parse_args(arguments).training_script.endswith(".py")
+        elif arguments[:2] == ["-m", "pytest"]:
+            assert (REPOSITORY / arguments[-1]).is_dir()
         elif arguments[:3] == ["-m", "pip", "install"]:
             settings = configparser.ConfigParser()
             settings.read(REPOSITORY / "setup.cfg")
