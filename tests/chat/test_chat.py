@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
@@ -214,11 +215,28 @@ def test_a_full_context_ends_answers_and_refuses_questions():
     assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens
 
 
+def test_penalties_are_of_what_the_answer_has_and_the_prompt_does_not_count():
+    settings = replace(SETTINGS, max_new_tokens=20, presence_penalty=0.1, frequency_penalty=0.05)
+    chat, model = chat_of(settings=settings), model_of()
+    answer = said(chat, "Who?")
+    prompt, expected = chat.token_ids[: -len(answer)], list[int]()
+    with torch.no_grad():
+        for _ in answer:
+            logits = model(torch.tensor([prompt + expected])).logits[0, -1]
+            for token in set(expected):
+                logits[token] -= 0.1 + 0.05 * expected.count(token)
+            expected.append(int(logits.argmax()))
+    assert answer == expected
+
+
 def test_texts_that_end_an_answer_are_never_shown():
-    settings = replace(SETTINGS, max_new_tokens=60)
+    settings = AnswerSettings(max_new_tokens=120, temperature=10.0, seed=0)
     chat = chat_of(settings=settings)
     text = "".join(chat.ask("Who?"))
-    for start in range(2, len(text) - 6, 5):
+    # Pieces are words, and some of these texts begin in one and end in the next.
+    ends_of_words = [end for end in range(4, len(text) - 6) if text[end].isspace()]
+    assert ends_of_words
+    for start in [*range(2, len(text) - 6, 20), *(end - 3 for end in ends_of_words)]:
         stop = text[start : start + 6]
         chat.undo()
         chat.settings = replace(settings, stop=("never there", stop))
