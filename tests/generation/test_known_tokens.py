@@ -330,9 +330,10 @@ def test_keep_common_prefix_of_several_texts_ends_where_the_first_differs():
     assert torch.equal(answer(other, cache), answer(other, DynamicHybridCache(CONFIG)))
 
 
-def test_keep_common_prefix_after_beams_leaves_the_prompt():
-    cache = read(num_beams=3)
-    longer = question(DOCUMENT)
+@pytest.mark.parametrize("custom", [{}, {"custom_generate": DecodeOnCPU()}], ids=["loop", "DecodeOnCPU"])
+def test_keep_common_prefix_after_beams_leaves_the_prompt(custom: dict[str, Any]):
+    cache = DynamicHybridCache(CONFIG)
+    longer = question(answer(DOCUMENT, cache, num_beams=3, **custom))
     assert cache.keep_common_prefix(longer) == 40
     expected = answer(longer, DynamicHybridCache(CONFIG), num_beams=3)
     assert torch.equal(answer(longer, cache, num_beams=3), expected)
