@@ -215,7 +215,7 @@ def test_a_full_context_ends_answers_and_refuses_questions():
     assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens
 
 
-def test_penalties_are_of_what_the_answer_has_and_the_prompt_does_not_count():
+def test_penalties_count_what_the_answer_has_and_not_the_prompt():
     settings = replace(SETTINGS, max_new_tokens=20, presence_penalty=0.1, frequency_penalty=0.05)
     chat, model = chat_of(settings=settings), model_of()
     answer = said(chat, "Who?")
