@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.told_process import failure_of as failure_of
+from experiments.common.told_process import failure_of
 
 PACKAGE = "llama-cpp-python"
 # From source, so that it uses all that this processor can do.

