@@ -8,20 +8,14 @@ import pytest
 from hf_hybrid_cache.attention.host_attention import KernelThread
 
 
-def test_kernel_thread_when_given_jobs_then_runs_them_in_order():
+def test_jobs_run_in_order_on_a_thread_of_their_own_and_may_fail():
     thread, done = KernelThread(), []
-    results = [
-        thread.submit(lambda number=number: (done.append(number), threading.get_ident())[1]) for number in range(5)
-    ]
-    threads = {result.result() for result in results}
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
-    assert done == list(range(5))
-
-
-def test_kernel_thread_when_a_job_fails_then_waiter_gets_the_error():
+    jobs = [thread.submit(lambda number=number: done.append((number, threading.get_ident()))) for number in range(5)]
     with pytest.raises(ZeroDivisionError):
-        KernelThread().submit(lambda: 1 // 0).result()
+        thread.submit(lambda: 1 // 0).result()
+    assert [job.result() for job in jobs] == [None] * 5
+    (other,) = {name for _, name in done} - {threading.get_ident()}
+    assert done == [(number, other) for number in range(5)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_hybrid_cache.attention.merging import PartialAttention, merged, merged_at_once
+from hf_hybrid_cache.attention.merging import PartialAttention, merged, merged_at_once, merged_in_place
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [63, 64], [10, 10, 40], [0, 70]])
@@ -15,32 +15,23 @@ def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int], spr
     scores = spread * torch.randn(2, 3, 5, 70, dtype=torch.float64)
     scores[0, 1, 2, 5:] = -torch.inf  # all but the first tokens are not seen by this row
     scores[1, 0, :, 64:] = -torch.inf
+    scores[1, 2, 3] = -torch.inf  # a row that sees none
     values = torch.randn(2, 3, 70, 8, dtype=torch.float64)
-    expected = scores.softmax(-1) @ values
-    bounds = [0, *cuts, 70]
-    parts = [range(*pair) for pair in itertools.pairwise(bounds)]
+    expected = scores.softmax(-1).nan_to_num(0) @ values
+    parts = [slice(*pair) for pair in itertools.pairwise([0, *cuts, 70])]
     for order in (parts, parts[::-1]):
         one_by_one, partial = None, []
         for part in order:
-            of_part = scores[..., part.start : part.stop]
-            weights = of_part.softmax(-1).nan_to_num(0)  # where a part has no token that is seen
-            out = weights @ values[:, :, part.start : part.stop]
-            partial.append((out.float(), of_part.logsumexp(-1).float()))
-            one_by_one = merged(one_by_one, PartialAttention(*partial[-1]))
+            of_part = scores[..., part]
+            out = of_part.softmax(-1).nan_to_num(0) @ values[:, :, part]
+            partial.append(PartialAttention(out.float(), of_part.logsumexp(-1).float()))
+            one_by_one = merged(one_by_one, partial[-1])
         at_once = merged_at_once(*(torch.stack(each) for each in zip(*partial, strict=True)))
         for result in (one_by_one, at_once):
             torch.testing.assert_close(result.out.double(), expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(result.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-
-def test_where_no_part_has_a_token_that_is_seen_nothing_comes_out():
-    one_by_one = None
-    for _ in range(3):
-        one_by_one = merged(one_by_one, PartialAttention(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf)))
-    at_once = merged_at_once(torch.zeros(3, 1, 1, 2, 4), torch.full((3, 1, 1, 2), -torch.inf))
-    for result in (one_by_one, at_once):
-        assert torch.equal(result.out, torch.zeros(1, 1, 2, 4))
-        assert torch.equal(result.lse, torch.full((1, 1, 2), -torch.inf))
+        if len(partial) == 2:
+            torch.testing.assert_close(merged_in_place(*partial).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_merging_when_a_part_is_nan_then_result_is_nan():
@@ -50,3 +41,22 @@ def test_merging_when_a_part_is_nan_then_result_is_nan():
     for result in (one_by_one.out, merged_at_once(outs, lse).out):
         assert torch.equal(result[0, 0, 0], torch.zeros(4))
         assert result[0, 0, 1].isnan().all()
+
+
+def test_merged_rows_when_elsewhere_in_a_tensor_then_have_same_bits():
+    generator = torch.Generator().manual_seed(0)
+    outs, lses = (
+        torch.randn(2, 1, 3, 5000, 16, generator=generator),
+        20 * torch.randn(2, 1, 3, 5000, generator=generator),
+    )
+
+    def merged_rows(rows: slice) -> torch.Tensor:
+        parts = (
+            PartialAttention(out[:, :, rows].clone(), lse[:, :, rows]) for out, lse in zip(outs, lses, strict=True)
+        )
+        return merged_in_place(*parts)
+
+    whole = merged_rows(slice(None))
+    for start in range(40):
+        rows = slice(start, start + 37)
+        assert torch.equal(merged_rows(rows), whole[:, :, rows])

@@ -14,8 +14,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from decode_step.test_known_models import KNOWN
-from decode_step.twins import CACHES, FIRST_STEP, Twins, made_at_random, only_packs
+from decode_step.twins import CACHES, FIRST_STEP, KNOWN, Twins, made_at_random, only_packs
 from hf_hybrid_cache import (
     DynamicHybridCache,
     OffloadedHybridCache,
@@ -156,18 +155,15 @@ def test_a_compiled_model_runs_its_own_forward(llama: Any):
 
 
 @pytest.mark.parametrize("make", [DynamicCache, lambda config: OffloadedHybridCache(config, cpu_decode=False)])
-def test_steps_over_other_caches_are_not_fused(llama: Any, make: Callable[[Any], Any]):
+def test_steps_over_other_caches_are_not_fused(llama: Any, make: Callable[..., Any]):
     fused = fuse_decode(llama)
-    cache = make(config=llama.config)
-    with torch.no_grad():
-        llama(random_prompt(1, 40), **cache_argument(cache))
-        llama(random_prompt(1, 1), **cache_argument(cache))
-    assert (fused.fused_steps, fused.other_passes.total()) == (0, 2)
+    logits(llama, make(config=llama.config))
+    assert (fused.fused_steps, fused.other_passes.total()) == (0, 4)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any, cache: Any = None) -> torch.Tensor:
     """Logits of three steps after a prompt."""
-    cache = DynamicHybridCache(model.config)
+    cache = DynamicHybridCache(model.config) if cache is None else cache
     with torch.no_grad():
         model(random_prompt(1, 40), **cache_argument(cache))
         return torch.stack([model(token, **cache_argument(cache)).logits for token in random_prompt(1, 3).split(1, 1)])
@@ -255,22 +251,16 @@ def test_fusing_is_undone_at_the_end_of_a_block_and_once(llama: Any):
     assert fuse_decode(llama) is not fused
 
 
-def test_a_cache_is_freed_with_its_last_reference(llama: Any):
-    twins = Twins(llama)
-    twins.forward(random_prompt(1, 40))
-    assert twins.steps(2) == 2
-    cache = weakref.ref(twins.ours)
-    del twins.ours
-    assert cache() is None
-
-
-def test_a_model_is_freed_with_its_last_reference():
+def test_a_model_and_a_cache_are_freed_with_their_last_references():
     model = made_at_random()
     fuse_decode(model)
-    logits(model)
-    decoder = weakref.ref(model.model)
+    cache = DynamicHybridCache(model.config)
+    logits(model, cache)
+    of_cache, of_model = weakref.ref(cache), weakref.ref(model.model)
+    del cache
+    assert of_cache() is None
     del model
-    assert decoder() is None
+    assert of_model() is None
 
 
 def test_callers_on_several_threads_get_their_own_tokens(llama: Any):

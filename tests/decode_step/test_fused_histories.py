@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode_step.test_known_models import KNOWN
-from decode_step.twins import CACHES, Twins, made_at_random
+from decode_step.twins import CACHES, KNOWN, Twins, made_at_random
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import fuse_decode

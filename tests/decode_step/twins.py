@@ -5,14 +5,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
 
-from decode_step.test_known_models import KNOWN, made
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
 
-from models.tiny_models import random_prompt
+from models.tiny_models import COMMON, random_prompt
 
+SIZES = {**COMMON, "num_hidden_layers": 2}
+KNOWN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "Llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "Mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "Qwen2": lambda: Qwen2Config(**SIZES),
+    "Qwen3": lambda: Qwen3Config(**SIZES),
+    "SeedOss": lambda: SeedOssConfig(**SIZES),
+    "SmolLM3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
+}
 CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "full precision": DynamicHybridCache,
     "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
@@ -22,6 +40,10 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
 }
 MAY_END_FUSING = "a layer of the cache packs a block"
 FIRST_STEP = "several tokens come at once"
+
+
+def made(config: PreTrainedConfig | None = None, **settings: Any) -> Any:
+    return AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES), **settings).eval()
 
 
 def made_at_random(

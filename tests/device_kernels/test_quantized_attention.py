@@ -1,14 +1,13 @@
 """Caches with attention to codes on the device: results, memory, and requests for the states."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_cache.attention.quantized_attention as module
-from hf_hybrid_cache import HybridCache, KVCodec, Placement, StaleHandleError, minmax
+from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.device_kernels import runs_on
@@ -49,19 +48,19 @@ def model_on(device: torch.device, family: str = "llama") -> PreTrainedModel:
     return LlamaForCausalLM(config).eval().to(device)
 
 
+def quantized(config: PreTrainedConfig, codec: KVCodec | None = None, offload: bool = False) -> HybridCache:
+    cache = HybridCache(config, Placement(offload, cpu_decode=False), codec=codec or minmax(4))
+    if offload and not torch.cuda.is_available():
+        copy_late(cache)
+    return cache
+
+
 def together(config: PreTrainedConfig, **options) -> HybridCache:
     """Make the same cache, but let it assemble its states for every use."""
     cache = quantized(config, **options)
     for layer in cache.layers:
         if isinstance(layer, HybridLayer):
             layer._quantized_attention.decline("a test", 0)
-    return cache
-
-
-def quantized(config: PreTrainedConfig, codec: KVCodec | None = None, offload: bool = False) -> HybridCache:
-    cache = HybridCache(config, Placement(offload, cpu_decode=False), codec=codec or minmax(4))
-    if offload and not torch.cuda.is_available():
-        copy_late(cache)
     return cache
 
 
@@ -74,26 +73,23 @@ def logits_of(model, cache) -> torch.Tensor:
     return torch.cat(steps, dim=1)
 
 
+PLAIN = minmax(8, sink_tokens=0, rotate=True)
+CODECS = {str(bits): minmax(bits, sink_tokens=0, rotate=True) for bits in (8, 4, (4, 2), 2)}
+# Their scaling folds into queries and results.
+CODECS["scaled"] = channel_scaled(minmax(4, sink_tokens=0), llama().num_key_value_heads, 16, 16)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bits", slow_but([8, (4, 2)], [8, 4, (4, 2), 2]))
-def test_logits_are_those_of_the_codes(device, launches, bits, place: str):
+@pytest.mark.parametrize("codec", slow_but(["8", "(4, 2)", "scaled"], CODECS))
+def test_logits_are_those_of_the_codes_and_no_states_are_assembled(device, launches, codec: str, place: str):
     model = model_on(device)
-    ours = quantized(model.config, minmax(bits, sink_tokens=0, rotate=True), **PLACES[place])
-    reference = quantized_reference(model.config, minmax(bits, sink_tokens=0, rotate=True))
+    ours = quantized(model.config, CODECS[codec], **PLACES[place])
+    reference = quantized_reference(model.config, CODECS[codec])
     torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
     layers = model.config.num_hidden_layers
     assert launches == [2] * layers + [3] * 2 * layers
-
-
-def test_balances_of_keys_and_values_fold_into_query_and_result(device, launches):
-    model = model_on(device)
-    config = model.config
-    codec = channel_scaled(minmax((4, 4)), config.num_key_value_heads, config.head_dim, config.head_dim)
-    ours = HybridCache(config, Placement(cpu_decode=False), codec=codec)
-    reference = quantized_reference(config, codec)
-    torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
-    assert launches
+    assert [scratch.num_bytes for scratch in ours._stores.scratches.values()] == [0]
 
 
 @pytest.mark.covering(1)
@@ -140,44 +136,32 @@ def test_tokens_of_every_mode_are_those_of_states_that_are_put_together(launches
     assert not launches
 
 
-def test_codes_when_decoding_then_states_are_not_assembled(device):
-    model = model_on(device)
-    cache = quantized(model.config)
-    logits_of(model, cache)
-    (scratch,) = cache._stores.scratches.values()
-    assert scratch.num_bytes == 0
+OTHERS = {
+    "attention that asks for the states": ("eager", PLAIN),
+    "keys by token, values by channel": ("sdpa", KVCodec(PLAIN.values, PLAIN.keys, 0)),
+}
 
 
-@pytest.mark.parametrize("change", [lambda cache: cache.crop(-1), lambda cache: cache.reset()], ids=["crop", "reset"])
-def test_handles_are_refused_once_the_cache_has_changed(device, change: Callable[[HybridCache], None]):
-    cache = quantized(llama())
-    states = torch.randn(1, 2, 200, 16, device=device)
-    cache.update(states, states, 0)
-    keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
-    assert isinstance(keys, KVHandle)
-    change(cache)
-    with pytest.raises(StaleHandleError):
-        torch.nn.functional.scaled_dot_product_attention(states[:, :, :1], keys, values)
-
-
-def test_attention_when_it_needs_states_then_gets_no_more_handles(device, launches):
-    model = model_on(device)
-    model.set_attn_implementation("eager")
-    cache = quantized(model.config, minmax(8, sink_tokens=0, rotate=True))
-    reference = quantized_reference(model.config, minmax(8, sink_tokens=0, rotate=True))
+@pytest.mark.parametrize("other", OTHERS)
+def test_states_are_assembled_for_what_the_kernel_does_not_cover(device, launches, other: str):
+    model, (attention, codec) = model_on(device), OTHERS[other]
+    model.set_attn_implementation(attention)
+    cache, reference = quantized(model.config, codec), quantized_reference(model.config, codec)
     torch.testing.assert_close(logits_of(model, cache), logits_of(model, reference), rtol=1e-3, atol=1e-4)
     assert not launches
-    assert all(layer._quantized_attention.is_declined for layer in cache.layers)
 
 
-def test_codec_when_not_foldable_then_states_are_assembled(device, launches):
-    codec = minmax(4, sink_tokens=0, rotate=True)
-    swapped = KVCodec(codec.values, codec.keys, 0)  # keys by token, values by channel
-    model = model_on(device)
-    cache = HybridCache(model.config, Placement(cpu_decode=False), codec=swapped)
-    reference = quantized_reference(model.config, swapped)
-    torch.testing.assert_close(logits_of(model, cache), logits_of(model, reference), rtol=1e-3, atol=1e-4)
-    assert not launches
+def test_a_reset_cache_hands_out_handles_again(device, launches):
+    config = llama()
+    cache = quantized(config)
+    states = torch.randn(1, config.num_key_value_heads, 200, 16, device=device)
+    for _ in range(2):
+        cache.update(states, states, 0)
+        keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
+        assert isinstance(keys, KVHandle)
+        assert keys.sum().isfinite()
+        assert not isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)
+        cache.reset()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which Triton runs")
@@ -189,29 +173,14 @@ def test_where_triton_is_installed_and_runs_no_kernel_one_warning_says_so():
 
 
 def test_autocast_does_not_round_what_queries_and_results_are_mapped_by(device):
-    model = model_on(device)
-    config = model.config
+    config = llama()
     codec = channel_scaled(minmax((8, 8)), config.num_key_value_heads, config.head_dim, config.head_dim)
-    heads, states = config.num_attention_heads, torch.randn(1, config.num_key_value_heads, 200, 16, device=device)
-    results = []
+    states, results = torch.randn(1, config.num_key_value_heads, 200, 16, device=device), []
     for is_enabled in (False, True):
-        cache = HybridCache(config, Placement(cpu_decode=False), codec=codec)
+        cache = quantized(config, codec)
         cache.update(states, states, 0)
         keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
-        query = torch.ones(1, heads, 1, 16, device=device)
+        query = torch.ones(1, config.num_attention_heads, 1, 16, device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled):
             results.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
     torch.testing.assert_close(*results, rtol=0, atol=0, check_dtype=False)
-
-
-def test_a_reset_cache_hands_out_handles_again(device, launches):
-    model = model_on(device)
-    cache = quantized(model.config)
-    states = torch.randn(1, model.config.num_key_value_heads, 200, 16, device=device)
-    cache.update(states, states, 0)
-    keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
-    assert keys.sum().isfinite()
-    assert not isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)
-    cache.reset()
-    cache.update(states, states, 0)
-    assert isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)

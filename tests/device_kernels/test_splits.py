@@ -1,7 +1,6 @@
 """Attention to codes and states by the kernel for devices, against attention in float64 on what they stand for."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from kernels import calls
-from kernels.reference import Case, attention, hadamard, random_masks
+from kernels.reference import Case, as_torch_mask, attention, hadamard, random_masks
 
 from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
 from hf_hybrid_cache.kernels import BLOCK, PackedLayout
@@ -24,24 +23,12 @@ BOUNDS = {torch.float32: 1e-5 if torch.cuda.is_available() else 2e-6, torch.bflo
 DTYPES = [torch.float32, *(pytest.param(each, marks=pytest.mark.cuda) for each in (torch.bfloat16, torch.float16))]
 
 
-@dataclass
-class Made:
-    """
-    The arguments of one call.
-
-    Attributes:
-        case: what is attended to, in float64.
-        ends: keys and values in full precision.
-        codes: those between them.
-    """
+class Made(NamedTuple):
+    """The arguments of one call: a case in float64, keys and values in full precision, and codes between them."""
 
     case: Case
     ends: tuple[torch.Tensor, torch.Tensor]
     codes: Codes
-
-    @property
-    def length(self) -> int:
-        return self.case.query.shape[2]
 
 
 def make(
@@ -70,7 +57,7 @@ def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch
     turned = query.float()
     if made.codes.key_layout.rotation > 1:
         turned = turned @ torch.from_numpy(hadamard(keys.shape[3])).to(turned)
-    return attend_in_splits(query, turned, keys, values, made.codes, made.length, mask, SCALE)
+    return attend_in_splits(query, turned, keys, values, made.codes, made.case.query.shape[2], mask, SCALE)
 
 
 def merged_plainly(made: Made, splits: Splits) -> tuple[np.ndarray, np.ndarray]:
@@ -88,45 +75,44 @@ def merged_plainly(made: Made, splits: Splits) -> tuple[np.ndarray, np.ndarray]:
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def require_same(
-    made: Made, splits: Splits, masks: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
-) -> None:
+def check(
+    made: Made,
+    dtype: torch.dtype = torch.float32,
+    masks: dict[str, Any] | None = None,
+    mask: torch.Tensor | None = None,
+) -> Splits:
+    """Run a call, and compare its splits, merged, with float64 under the same masks, of which `mask` is made."""
+    splits = run(made, mask, dtype)
     assert splits.outs.dtype == splits.lse.dtype == torch.float32
-    bound = BOUNDS[dtype]
     for ours, exact in zip(merged_plainly(made, splits), attention(made.case, SCALE, **(masks or {})), strict=True):
         seen = np.isfinite(exact)
         assert np.array_equal(np.isfinite(ours), seen)
         largest = max(1.0, np.abs(exact[seen]).max(initial=0))
-        np.testing.assert_allclose(ours[seen], exact[seen], rtol=0, atol=bound * largest)
+        np.testing.assert_allclose(ours[seen], exact[seen], rtol=0, atol=BOUNDS[dtype] * largest)
+    return splits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_rotated", [True, False])
-@pytest.mark.parametrize("bits", slow_but([(4, 4), (8, 2)], [(8, 8), (4, 4), (2, 2), (4, 2), (8, 2), (2, 8)]))
-def test_codes_and_states_are_attended_to_as_in_float64(device, bits, is_rotated, dtype):
-    made = make(device, bits=bits, is_rotated=is_rotated, group=4, dtype=dtype)
-    require_same(made, run(made, dtype=dtype), dtype=dtype)
+OF_BITS = [
+    {"bits": bits, "is_rotated": is_rotated, "group": 4}
+    for bits in [(4, 4), (8, 2), (8, 8), (2, 2), (4, 2), (2, 8)]
+    for is_rotated in (True, False)
+]
+OF_DIMS = [
+    {"dims": dims, "lanes": lanes, "coded": 1} for dims in [(80, 96), (128, 64), (256, 256)] for lanes in (64, 32)
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", slow_but([(80, 96), (128, 64)], [(80, 96), (128, 64), (256, 256)]))
-@pytest.mark.parametrize("lanes", [64, 32])
-def test_attention_when_head_dims_vary_then_matches_float64(device, dims, lanes, dtype):
-    made = make(device, coded=1, dims=dims, lanes=lanes, dtype=dtype)
-    require_same(made, run(made, dtype=dtype), dtype=dtype)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", slow_but([*OF_BITS[:4], *OF_DIMS[:4]], OF_BITS + OF_DIMS), ids=str)
+def test_codes_and_states_are_attended_to_as_in_float64(device, form: dict[str, Any], dtype: torch.dtype):
+    check(make(device, dtype=dtype, **form), dtype)
 
 
 @pytest.mark.parametrize(("first", "coded", "last"), [(0, 0, 1), (1, 0, 1), (0, 1, 64), (2, 33, 127), (0, 3, 65)])
-def test_ends_and_coded_blocks_may_be_of_any_length(device, first: int, coded: int, last: int):
-    made = make(device, last, first=first, coded=coded, dims=(16, 16))
-    splits = run(made)
-    assert splits.outs.shape[3] == 1 or coded
-    require_same(made, splits)
-
-
-def test_long_contexts_are_split_into_parts(device):
-    made = make(device, coded=33, dims=(16, 16))
-    assert run(made).lse.shape[3] > 3
+def test_ends_and_codes_of_any_length_are_split_into_parts(device, first: int, coded: int, last: int):
+    splits = check(make(device, last, first=first, coded=coded, dims=(16, 16)))
+    num_splits = splits.outs.shape[3]
+    assert num_splits > 3 if coded == 33 else num_splits == 1 or coded
 
 
 @given(st.data())
@@ -146,23 +132,16 @@ def test_any_mask_of_any_queries_is_followed(device, data):
         is_streamed=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 99)),
     )
-    masks = random_masks(data.draw, made.case, seed=1)
     # Queries in the middle of a prompt come with a mask, so that there is no flag for them.
-    mask, length, tokens = None, made.length, made.case.tokens
-    if masks.pop("causal"):
-        masks["visible"] = np.tril(np.ones((1, 1, length, tokens), np.uint8), tokens - length)
-        masks.pop("bias", None)
-    if "visible" in masks:
-        mask = torch.from_numpy(masks["visible"]).to(device).bool()
-    elif "bias" in masks:
-        mask = torch.from_numpy(masks["bias"]).to(device)
-    require_same(made, run(made, mask), masks)
+    masks = random_masks(data.draw, made.case, seed=1)
+    mask = as_torch_mask(made.case, **masks)
+    check(made, masks=masks, mask=None if mask is None else mask.to(device))
 
 
 def test_where_nothing_is_seen_the_result_is_zero(device):
     made = make(device, group=2)
-    mask = torch.zeros(1, 2, 1, made.case.tokens, dtype=torch.bool, device=device)
-    splits = run(made, mask)
+    nothing = np.zeros((1, 2, 1, made.case.tokens), np.uint8)
+    splits = check(made, masks={"visible": nothing}, mask=torch.from_numpy(nothing).bool().to(device))
     assert (splits.outs == 0).all()
     assert (splits.lse == -torch.inf).all()
 

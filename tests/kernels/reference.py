@@ -5,6 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import torch
 
 ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 
@@ -43,7 +44,11 @@ def stored(states: np.ndarray, storage: str) -> tuple[np.ndarray, np.ndarray]:
             halves = states.astype(np.float16)
         return halves.view(np.int16), halves.astype(np.float64)
     bits = (states.view(np.uint32) >> 16).astype(np.uint16)
-    return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits, from_bfloat16(bits)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def to_blocks(bits: np.ndarray, transposed: bool, width: int, garbage: float = np.nan) -> np.ndarray:
@@ -57,11 +62,9 @@ def to_blocks(bits: np.ndarray, transposed: bool, width: int, garbage: float = n
     return np.ascontiguousarray(blocks.swapaxes(2, 3)) if transposed else blocks
 
 
-def attention(
-    case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def attention(case: Case, scale: float, **masks: Any) -> tuple[np.ndarray, np.ndarray]:
     """`[batch, query_heads, query_length, value_dim]` and its log-sum-exp; zeros and -inf where nothing is seen."""
-    weights, lse = attention_weights(case, scale, causal, visible, bias)
+    weights, lse = attention_weights(case, scale, **masks)
     return np.einsum("bhqt,bhtd->bhqd", weights, np.repeat(case.values, case.group, axis=1)), lse
 
 
@@ -69,8 +72,7 @@ def attention_weights(
     case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the attention weights of tokens, `[batch, query_heads, query_length, tokens]`, and the log-sum-exp."""
-    keys = np.repeat(case.keys, case.group, axis=1)
-    scores = np.einsum("bhqd,bhtd->bhqt", case.query, keys) * scale
+    scores = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)) * scale
     if bias is not None:
         scores = scores + bias.astype(np.float64)
     if visible is not None:
@@ -93,46 +95,61 @@ def causal_as_visible(case: Case, causal: bool = False, visible: np.ndarray | No
     return masks | {"visible": visible}
 
 
+def as_torch_mask(
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
+    visible: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> torch.Tensor | None:
+    """Return masks as the one that torch's attention takes; a bias has `dtype`."""
+    mask = None if visible is None else torch.from_numpy(visible).bool()
+    if bias is not None:
+        mask = torch.from_numpy(bias).to(dtype)
+    if causal:
+        seen = torch.from_numpy(_seen_causally(case))[None, None]
+        if mask is None:
+            return seen
+        mask = mask & seen if bias is None else mask.masked_fill(~seen, -torch.inf)
+    return mask
+
+
 def _seen_causally(case: Case) -> np.ndarray:
     """`[query_length, tokens]`: the queries are the last tokens, and each sees those before it and itself."""
     length = case.query.shape[2]
     return np.arange(case.tokens) <= case.tokens - length + np.arange(length)[:, None]
 
 
-def to_bfloat16(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of float32 `numbers` cut off to bfloat16, and their value in float64."""
-    return stored(numbers, "bfloat16")
+def _places_of_codes(inner: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the word that each of the codes of a lane is in, and its lowest bit there."""
+    chunk, place = np.divmod(np.arange(inner), 16)
+    half, pair = np.divmod(place, 8)
+    word, position = np.divmod(chunk * 8 + pair, 16 // bits)
+    return word, (position * bits + half * 16).astype(np.uint32)[:, None]
 
 
 def to_record(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, bits: int) -> np.ndarray:
     """
-    The record of one block as `kernels.quantized_blocks` describes it, code by code.
+    The record of one block as `kernels.forms.blocks` describes it.
 
     codes: `[inner, lanes]`; scales, minima: bfloat16 bits `[groups, inner]`.
     """
     inner, lanes = codes.shape
-    words = np.zeros((inner * bits // 32, lanes), np.uint32)
-    pairs_in_word = 16 // bits
-    for index in range(inner):
-        chunk, place = divmod(index, 16)
-        half, pair = divmod(place, 8)
-        word, position = divmod(chunk * 8 + pair, pairs_in_word)
-        words[word] |= codes[index].astype(np.uint32) << np.uint32(position * bits + half * 16)
+    words, (word, lowest_bit) = np.zeros((inner * bits // 32, lanes), np.uint32), _places_of_codes(inner, bits)
+    np.bitwise_or.at(words, word, codes.astype(np.uint32) << lowest_bit)
     return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, minima)])
 
 
-@dataclass
-class QuantizedStates:
-    """
-    Random quantized blocks, and the states that they stand for.
-
-    Attributes:
-        records: uint8 [blocks, batch * heads, bytes]
-        states: float64 [batch, heads, blocks * 64, dim]
-    """
-
-    packed: np.ndarray
-    states: np.ndarray
+def from_record(
+    record: np.ndarray, sizes: tuple[int, int, int], bits: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes `[inner, lanes]`, scales and minima `[groups, inner]` in float64: the inverse of `to_record`."""
+    inner, lanes, groups = sizes
+    size = inner * bits // 32 * lanes * 4
+    scales, minima = from_bfloat16(record[size:].view(np.uint16)).reshape(2, groups, inner)
+    word, lowest_bit = _places_of_codes(inner, bits)
+    codes = record[:size].view(np.uint32).reshape(-1, lanes)[word] >> lowest_bit & np.uint32(2**bits - 1)
+    return codes, scales, minima
 
 
 def hadamard(dim: int) -> np.ndarray:
@@ -150,48 +167,35 @@ def random_quantized(
     group: int,
     transposed: bool,
     is_rotated: bool,
-) -> QuantizedStates:
-    """Blocks of `(batch, heads, blocks, dim)`; keys are transposed. Codes beyond `dim` are garbage without a scale."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Make random records of `(batch, heads, blocks, dim)`; keys are transposed.
+
+    Codes beyond `dim` are garbage without a scale.
+
+    Returns:
+        tuple: uint8 `[blocks, batch * heads, bytes]`, and the states that they stand for,
+        float64 `[batch, heads, blocks * 64, dim]`.
+    """
     batch, heads, blocks, dim = sizes
     filled = -(-dim // 16) * 16
     inner, lanes = (filled, 64) if transposed else (64, filled)
     groups = -(-lanes // group)
-    packed, states = [], np.empty((blocks, batch * heads, 64, dim))
-    for block in range(blocks):
-        for head in range(batch * heads):
-            codes = generator.integers(0, 2**bits, (inner, lanes))
-            scale_bits, scales = to_bfloat16(generator.uniform(0.5, 2, (groups, inner)).astype(np.float32) / 2**bits)
-            minimum_bits, minima = to_bfloat16(generator.uniform(-2, 0, (groups, inner)).astype(np.float32))
-            if transposed:
-                scale_bits[:, dim:], minimum_bits[:, dim:] = 0, 0
-            groups_of_lanes = np.minimum(np.arange(lanes) // group, groups - 1)
-            decoded = minima.T[:, groups_of_lanes] + scales.T[:, groups_of_lanes] * codes
-            states[block, head] = (decoded.T if transposed else decoded)[:, :dim]
-            if is_rotated:
-                states[block, head] @= hadamard(dim)
-            packed.append(to_record(codes, scale_bits, minimum_bits, bits))
-    return QuantizedStates(
-        np.stack(packed).reshape(blocks, batch * heads, -1),
-        states.reshape(blocks, batch, heads, 64, dim).transpose(1, 2, 0, 3, 4).reshape(batch, heads, blocks * 64, dim),
-    )
-
-
-def from_record(
-    packed_block: np.ndarray, sizes: tuple[int, int, int], bits: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes `[inner, lanes]`, scales and minima `[groups, inner]` in float64: the inverse of `to_record`."""
-    inner, lanes, groups = sizes
-    size = inner * bits // 32 * lanes * 4
-    words = packed_block[:size].view(np.uint32).reshape(-1, lanes)
-    numbers = (packed_block[size:].view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    scales, minima = numbers.reshape(2, groups, inner)
-    codes = np.zeros((inner, lanes), np.int64)
-    for index in range(inner):
-        chunk, place = divmod(index, 16)
-        half, pair = divmod(place, 8)
-        word, position = divmod(chunk * 8 + pair, 16 // bits)
-        codes[index] = (words[word] >> np.uint32(position * bits + half * 16)) & np.uint32(2**bits - 1)
-    return codes, scales, minima
+    records, states = [], np.empty((blocks, batch * heads, 64, dim))
+    for block, head in np.ndindex(blocks, batch * heads):
+        codes = generator.integers(0, 2**bits, (inner, lanes))
+        scale_bits, scales = stored(generator.uniform(0.5, 2, (groups, inner)) / 2**bits, "bfloat16")
+        minimum_bits, minima = stored(generator.uniform(-2, 0, (groups, inner)), "bfloat16")
+        if transposed:
+            scale_bits[:, dim:], minimum_bits[:, dim:] = 0, 0
+        group_of_lane = np.minimum(np.arange(lanes) // group, groups - 1)
+        decoded = minima.T[:, group_of_lane] + scales.T[:, group_of_lane] * codes
+        states[block, head] = (decoded.T if transposed else decoded)[:, :dim]
+        if is_rotated:
+            states[block, head] @= hadamard(dim)
+        records.append(to_record(codes, scale_bits, minimum_bits, bits))
+    states = states.reshape(blocks, batch, heads, 64, dim).transpose(1, 2, 0, 3, 4)
+    return np.stack(records).reshape(blocks, batch * heads, -1), states.reshape(batch, heads, blocks * 64, dim)
 
 
 def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:

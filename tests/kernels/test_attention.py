@@ -10,13 +10,11 @@ import torch
 from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, Shape, Workspace
-from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products, set_integer_kernels, uses_integer_kernels
-from kernels import calls
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels, uses_integer_kernels
 from kernels.calls import (
     BOUND,
     EVERY_WAY,
     FEW_WAYS,
-    FLOAT_WAYS,
     SCORES,
     attend_in,
     attend_to,
@@ -34,7 +32,7 @@ from common.slow import combination
 from common.soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
-DIMS = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (24, 12), (1, 1), (33, 72)]
+DIMS = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
 # The way, the number of queries, and that of tokens: around blocks, and around the parts that are shared out.
 LENGTHS = [
     *(("few", 1, tokens) for tokens in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 64 * BLOCK + 1, 20_000)),
@@ -51,48 +49,6 @@ LENGTHS = [
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_straddle_blocks_and_parts(storage: str, group: int, way: str, length: int, tokens: int, causal: bool):
     check(*make(storage, tokens, 2 if tokens < 10_000 else 1, 2, group, length), way=way, causal=causal)
-
-
-@pytest.mark.covering(2)
-@FLOAT_WAYS
-@pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("rounded_query", [False, True])
-def test_attention_when_head_dims_and_groups_vary_then_is_exact(
-    storage: str, group: int, dims: tuple[int, int], way: str, rounded_query: bool
-):
-    """Dot products of bfloat16 are used for queries in the type of the keys, where the processor has them."""
-    case, bits = make(storage, 200, 1, 2, group, 70 if way == "many" else 1, dims, rounded_query=rounded_query)
-    check(case, bits, dims[0] ** -0.5, way, causal=True)
-
-
-@pytest.mark.covering(2)
-@EVERY_WAY
-@pytest.mark.parametrize("dims", [*DIMS[:-1], (512, 512)])
-@pytest.mark.parametrize("lanes", [16, 32, 64, 128])
-@pytest.mark.parametrize("key_bits", BITS)
-@pytest.mark.parametrize("value_bits", BITS)
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("is_rotated", [False, True])
-def test_attention_when_the_form_of_codes_varies_then_is_exact(
-    way: str, dims: tuple[int, int], lanes: int, key_bits: int, value_bits: int, storage: str, is_rotated: bool
-):
-    form = {"bits": (key_bits, value_bits), "lanes": lanes, "is_rotated": is_rotated}
-    check(*make(storage, 70, 1, 2, 2, 1, dims, 1, 2, **form), scale=dims[0] ** -0.5, way=way)
-
-
-@pytest.mark.covering(2)
-@EVERY_WAY
-@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 64), (1, 63), (2, 65), (0, 127), (3, 128)])
-@pytest.mark.parametrize("coded", [1, 2, 5, 70, 200])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 33])
-@pytest.mark.parametrize("length", [1, 3, 16])
-def test_coded_blocks_lie_between_blocks_in_full_precision(
-    way: str, first: int, coded: int, last: int, group: int, length: int
-):
-    num_kv_heads = 2 if coded < 70 else 1
-    check(*make("bfloat16", last, 1, num_kv_heads, group, length, first=first, coded=coded), way=way, causal=True)
 
 
 @pytest.mark.covering(2)
@@ -120,20 +76,24 @@ def test_attention_when_channels_are_scaled_or_mixed_then_is_exact(
 
 @EVERY_WAY
 @pytest.mark.soak
-@search_at_random(100, 1500)
+@search_at_random(200, 1500)
 @given(data=st.data())
 def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, data: st.DataObject):
-    draw = data.draw
-    coded, dims = draw(st.integers(way == "integers", 9)), (draw(st.integers(1, 140)), draw(st.integers(1, 140)))
+    """Blocks of codes lie between those in full precision; they come in every form, and head dims and groups vary."""
+    draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
+    is_long = draw(st.integers(0, 19)) == 0
+    coded = draw(st.sampled_from([70, 200]) if is_long else st.integers(way == "integers", 9))
+    dims = draw(st.just((64, 64)) if is_long else st.sampled_from(DIMS) | st.tuples(*[st.integers(1, 140)] * 2))
     length = draw(st.integers(1, 150 if way == "many" else 16))
-    tokens = draw(st.integers(1, 130) if coded else st.one_of(st.integers(1, 200), st.integers(1, 5000)))
-    seed = draw(st.integers(0, 2**32 - 1))
+    tokens = draw(st.integers(1, 130) if coded else st.integers(1, 200) | st.integers(1, 5000))
+    group = draw(st.sampled_from([1, 3, 4, 8] if is_long else [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]))
+    is_large = is_long or max(group, *dims) > 128
     case, bits = make(
         draw(st.sampled_from(STORAGES)),
         tokens if coded or way != "many" else length + tokens % 400,
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 8)),
+        1 if is_large else draw(st.integers(1, 3)),
+        1 if is_large else draw(st.integers(1, 3)),
+        group,
         min(length, 64 * coded + tokens),
         dims,
         first=draw(st.integers(0, 3)) if coded else 0,
@@ -151,25 +111,6 @@ def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, d
     count("attention compared with float64")
 
 
-@pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no dot products of bfloat16 (AVX512-BF16)")
-@pytest.mark.parametrize("size", [1.0, 2.0**60, 2.0**-60])
-def test_dot_products_of_bfloat16_are_those_of_float32(size: float, monkeypatch: pytest.MonkeyPatch):
-    case, bits = make("bfloat16", 500, group=5, length=3, rounded_query=True)
-    case.query *= size
-    options = {"scale": 0.125 / size, "causal": True}
-    with_them = run(case, bits, **options)
-    monkeypatch.setattr("hf_hybrid_cache.kernels.attention.workspace.has_bfloat16_products", lambda: False)
-    without = run(case, bits, **options)
-    for ours, plain in zip(with_them, without, strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-6)
-    assert (with_them[0] != without[0]).any()  # the order of sums is another one
-
-
-def test_high_scores_when_many_heads_then_error_is_that_of_float32():
-    case, bits = make("float32", 85, 3, 3, 5, 5, (114, 5), seed=85)
-    check(case, bits, scale_for_scores(case, SCORES))
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("hidden", [slice(0, 64), slice(0, 100), slice(64, 128), slice(30, 290), slice(0, 299)])
 def test_attention_when_masks_hide_whole_blocks_then_is_exact(storage: str, hidden: slice):
@@ -183,19 +124,6 @@ def test_the_lowest_finite_mask_everywhere_is_attention_to_all_alike():
     case, bits = make("float32", 100)
     out, _ = run(case, bits, bias=np.full((1, 1, 1, 100), np.finfo(np.float32).min))
     np.testing.assert_allclose(out[0, 0, 0], case.values[0, 0].mean(axis=0), atol=1e-6)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("size", [1e4, -1e4])
-def test_one_dominant_key_takes_all_the_weight(storage: str, size: float):
-    case, bits = make(storage, 200, group=4)
-    keys = np.zeros(case.keys.shape, np.float32)
-    keys[0, 0, 77] = np.float32(size)
-    key_bits, case.keys = stored(keys, storage)
-    case.query = np.full(case.query.shape, np.copysign(1.0, size))
-    out, lse = run(case, bits._replace(keys=key_bits), 1 / 64)
-    assert (out[0] == case.values[0, 0, 77].astype(np.float32)).all()
-    np.testing.assert_allclose(lse, np.abs(case.keys[0, 0, 77, 0]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("score", [0.0, 1e4, -1e4, 3e9, -3e9, 2e20, 1e38, -1e38])
@@ -220,11 +148,12 @@ def test_denormal_keys_and_values_count(storage: str):
 
 
 @FEW_WAYS
-@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e15])
-def test_attention_when_queries_are_huge_or_tiny_then_is_exact(way: str, size: float):
-    case, bits = make("bfloat16", 70, group=4, first=1, coded=3)
-    case.query = (case.query * np.float32(size)).astype(np.float32).astype(np.float64)
-    check(case, bits, 0.125 if size <= 1 else 1e-15, way)
+@pytest.mark.parametrize("size", [0.0, 2.0**-126, 2.0**-60, 2.0**50])
+@pytest.mark.parametrize("rounded_query", [False, True])
+def test_attention_when_queries_are_huge_or_tiny_then_is_exact(way: str, size: float, rounded_query: bool):
+    case, bits = make("bfloat16", 70, group=5, length=3, first=1, coded=3, rounded_query=rounded_query)
+    case.query *= size
+    check(case, bits, 0.125 / max(1, size), way)
 
 
 def test_offsets_when_beyond_32_bits_then_attention_is_exact():
@@ -293,31 +222,20 @@ def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Pa
 
 
 def check_lesser_processor(has_dot_product: bool) -> None:
-    from kernels import test_not_finite, test_products
+    from kernels import test_not_finite, test_weights
 
     for bits in (8, 4):
-        test_products.test_products_are_those_with_the_decoded_weights("few", (40, 96), 9, bits, 32, True, 0.0)
-    assert calls.uses_integer_kernels() == has_dot_product
+        test_weights.test_products_are_those_with_the_decoded_weights("few", (40, 96), 9, bits, 32, True, 0.0)
+    assert uses_integer_kernels() == has_dot_product
     for storage in STORAGES:
         check(*make(storage, 300, num_kv_heads=2, group=5, dims=(80, 96)), scale=0.1)
         check(*make(storage, 129, batch=2, length=3, dims=(24, 12)), scale=0.2, causal=True)
-        test_not_finite.test_a_bad_number_anywhere_gives_what_torch_gives(storage, "values", np.inf, "none")
+        case, _ = make(storage, 200)
+        case.values[0, 0, 70, 5] = np.inf
+        test_not_finite.check_like_torch(case, test_not_finite.in_storage(case, storage))
     test_denormal_keys_and_values_count("float16")
     for way in ("few", "integers")[: 1 + has_dot_product]:
         for width in BITS:
             codes = {"first": 1, "coded": 3, "bits": (width, width)}
             check(*make("bfloat16", 70, 2, 2, 5, dims=(80, 96), **codes), way=way)
             check(*make("bfloat16", 70, length=3, lanes=32, dims=(24, 12), **codes), way=way, causal=True)
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")
-def test_inline_assembly_when_kernel_comes_from_file_then_compiles():
-    run_program("""
-import hf_hybrid_cache.kernels
-from llvmlite import binding
-binding.initialize_native_target()
-binding.initialize_native_asmprinter()
-module = binding.parse_assembly('define void @f() { call void asm sideeffect "nop", ""() ret void }')
-machine = binding.Target.from_default_triple().create_target_machine()
-binding.create_mcjit_compiler(module, machine).finalize_object()
-""")

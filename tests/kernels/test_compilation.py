@@ -1,11 +1,12 @@
 """Kernels are compiled once for each element type, are kept where that can be, and are never in the way."""
 
+import ast
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,29 +14,22 @@ import pytest
 from filelock import FileLock
 
 import hf_hybrid_cache
-from hf_hybrid_cache.kernels import (
-    PanelLayout,
-    Products,
-    dequantize_blocks,
-    factor_of,
-    multiply_many,
-    quantize_blocks,
-)
+from hf_hybrid_cache.kernels import PackedLayout, PanelLayout, dequantize_blocks, quantize_blocks
 from hf_hybrid_cache.kernels.attention.attention import attention_kernels
 from hf_hybrid_cache.kernels.attention.codes import quantized_attention_kernels
 from hf_hybrid_cache.kernels.attention.prefill_attention import prefill_kernels
 from hf_hybrid_cache.kernels.forms.blocks import coding_kernels
-from hf_hybrid_cache.kernels.forms.panels import dequantize_panels, panel_kernels, quantize_panels
+from hf_hybrid_cache.kernels.forms.panels import dequantize_panels, panel_kernels
 from hf_hybrid_cache.kernels.vector.compiled import Needed
 from hf_hybrid_cache.kernels.weights.experts import expert_kernels
 from hf_hybrid_cache.kernels.weights.gemm import gemm_kernels
 from hf_hybrid_cache.kernels.weights.products import product_kernels
-from kernels import calls, test_experts, test_products
+from kernels import calls, test_weights
 from kernels.reference import stored
-from kernels.test_quantization import layout_of
 
-from common.programs import TESTS
+from common.programs import TESTS, run_program
 
+PACKAGE = Path(hf_hybrid_cache.__file__).parent
 NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
 SMALL = "kernels.small_kernels.small"
 CALL_SMALL = """
@@ -46,68 +40,51 @@ print(sum(small.stats.cache_misses.values()), sum(small.stats.cache_hits.values(
 COMPILED, LOADED = "1 0", "0 1"
 
 
-def attend(storage: str) -> None:
-    calls.run(*calls.make(storage, 100))
-
-
-def attend_quantized(storage: str) -> None:
-    made = calls.make(storage, 70, first=1, coded=3)
-    calls.attend_in(calls.workspace_of(made[0]), *made)
-
-
-def attend_many(storage: str) -> None:
-    calls.attend_to_prompt(*calls.make(storage, 100, length=70))
-
-
 def code(storage: str) -> None:
-    states, _ = stored(np.ones((1, 1, 64, 64), np.float32), storage)
-    layout = layout_of(True, 4, 64)
+    states, layout = stored(np.ones((1, 1, 64, 64)), storage)[0], PackedLayout.of_keys(4, 64, 64, is_rotated=False)
     dequantize_blocks(quantize_blocks(states, layout), layout, states)
 
 
 def quantize_loaded(storage: str) -> None:
-    weight, _ = stored(np.ones((16, 32), np.float32), storage)
-    layout = PanelLayout(4, 16, 32, 32)
-    panels = np.empty(layout.num_bytes, np.uint8)
-    quantize_panels(weight, layout, factor_of(1.0), panels)
-    dequantize_panels(panels, layout, factor_of(1.0), weight)
+    weight, layout = stored(np.ones((16, 32)), storage)[0], PanelLayout(4, 16, 32, 32)
+    dequantize_panels(test_weights.quantized(weight, layout), layout, test_weights.FACTOR, weight)
 
 
 def multiply_few(storage: str) -> None:
-    layout = PanelLayout(4, 16, 32, 32)
-    panels, out = np.zeros(layout.num_bytes, np.uint8), np.empty((1, 16), np.float32)
-    tokens, chosen = np.ones((1, 32), np.float32), np.zeros(1, np.int64)
-    products = Products.of_panels(panels.ctypes.data, layout, [1.0])
-    products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
-    products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data, chosen.ctypes.data)
-    tokens, _ = stored(np.ones((1, 32), np.float32), storage)
-    for kind in ("rows", "columns"):
-        weights = test_products.weights(kind, 16, 32, storage)
-        test_products.run(weights.products, tokens, 16, chosen=np.zeros((1, 1)))
+    tokens, _ = stored(np.ones((1, 32)), storage)
+    for kind in ("rows", "columns", "4"):
+        of_kind = test_weights.weights(kind, 16, 32, storage)
+        for chosen in (None, np.zeros((1, 1))):
+            test_weights.run(of_kind.products, tokens, 16, chosen=chosen)
 
 
-def multiply_many_tokens(storage: str) -> None:
-    layout = PanelLayout(4, 16, 32, 32)
-    tokens, out = (stored(np.ones(shape, np.float32), storage)[0] for shape in ((1, 32), (1, 16)))
-    panels, is_bfloat16 = np.zeros(layout.num_bytes, np.uint8), storage == "bfloat16"
-    products = Products.of_panels(panels.ctypes.data, layout, [1.0])
-    multiply_many(products, 0, tokens.ctypes.data, 1, is_bfloat16, 0, out.ctypes.data)
+def multiply_many(storage: str) -> None:
+    product, _ = test_weights.one(PanelLayout(4, 16, 32, 32))
+    product("many", stored(np.ones((1, 32)), storage)[0])
 
 
 def add_up_experts(storage: str) -> None:
     for kind in ("4", "rows"):
-        test_experts.run(test_experts.experts(kind, 32, 16, storage), test_experts.given(32, 16, storage=storage))
+        test_weights.experts(kind, 32, 16, storage).run()
 
 
 Ahead = Callable[[np.dtype], list[Needed]]
-FAMILIES: dict[str, tuple[Ahead, Callable[[str], None], list[str]]] = {
-    "attention": (attention_kernels, attend, list(NAMES)),
-    "attention to codes": (lambda _: quantized_attention_kernels(), attend_quantized, list(NAMES)),
-    "attention of many queries": (prefill_kernels, attend_many, list(NAMES)),
+FAMILIES: dict[str, tuple[Ahead, Callable[[str], object], list[str]]] = {
+    "attention": (attention_kernels, lambda storage: calls.run(*calls.make(storage, 100)), list(NAMES)),
+    "attention to codes": (
+        lambda _: quantized_attention_kernels(),
+        lambda storage: calls.run(*calls.make(storage, 70, first=1, coded=3)),
+        list(NAMES),
+    ),
+    "attention of many queries": (
+        prefill_kernels,
+        lambda storage: calls.run(*calls.make(storage, 100, length=70), way="many"),
+        list(NAMES),
+    ),
     "codes": (lambda _: coding_kernels(), code, ["float32", "bfloat16"]),
     "quantized weights": (lambda _: panel_kernels(), quantize_loaded, ["float32", "bfloat16"]),
     "products with weights": (lambda _: product_kernels(), multiply_few, ["float32", "bfloat16"]),
-    "many products with quantized weights": (lambda _: gemm_kernels(), multiply_many_tokens, ["float32", "bfloat16"]),
+    "many products with quantized weights": (lambda _: gemm_kernels(), multiply_many, ["float32", "bfloat16"]),
     "experts": (lambda _: expert_kernels(), add_up_experts, ["float32", "bfloat16"]),
 }
 CASES = [(name, storage) for name, (_, _, storages) in FAMILIES.items() for storage in storages]
@@ -137,24 +114,33 @@ def paths_from(checkout: Path) -> str:
     return os.pathsep.join(map(str, (checkout, TESTS)))
 
 
-def run_small(home: Path | str, program: str = CALL_SMALL, **environment: str) -> tuple[str, str]:
+def environment(home: Path | str, **others: str) -> dict[str, str]:
+    given = {"PYTHONPATH": paths_from(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""}
+    return os.environ | given | others
+
+
+def run_small(home: Path | str, program: str = CALL_SMALL, **others: str) -> tuple[str, str]:
     """Call the smallest kernel in a new process; return its standard output and error."""
-    given = {
-        "PYTHONPATH": paths_from(TESTS.parent),
-        "HF_HYBRID_CACHE_HOME": str(home),
-        "NUMBA_CACHE_DIR": "",
-    } | environment
     run = [sys.executable, "-P", "-W", "always", "-c", program]
-    done = subprocess.run(run, env=os.environ | given, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, env=environment(home, **others), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
 
-def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path):
-    assert run_small(tmp_path) == (COMPILED, "")
-    assert run_small(tmp_path) == (LOADED, "")
+ANOTHER = "assert another() == 2\n"
+AT_ONCE = "from hf_hybrid_cache.kernels.vector import kernel_files; kernel_files._SECONDS_IN_SILENCE = 0.0\n"
+FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+
+
+def test_the_first_process_compiles_and_says_so_and_others_find_it(tmp_path: Path):
+    answer, said = run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER)
+    assert answer == COMPILED
+    assert said.splitlines() == [
+        "compiling kernels, once on this machine: all of a quantized cache take up to some minutes"
+    ]
+    assert run_small(tmp_path, FILL_THE_DISK + AT_ONCE + CALL_SMALL + ANOTHER) == (LOADED, "")
     assert run_small("/nowhere", NUMBA_CACHE_DIR=str(tmp_path / "numba")) == (COMPILED, "")
-    assert run_small("/nowhere", NUMBA_CACHE_DIR=str(tmp_path / "numba")) == (LOADED, "")
+    assert [path.suffix for path in sorted((tmp_path / "numba").rglob("*.nb*"))] == [".nbc", ".nbi"]
 
 
 def test_a_file_that_is_damaged_is_compiled_and_written_again(tmp_path: Path):
@@ -162,95 +148,71 @@ def test_a_file_that_is_damaged_is_compiled_and_written_again(tmp_path: Path):
     for damaged in [*tmp_path.rglob("*.nbc"), *tmp_path.rglob("*.nbi")]:
         damaged.write_bytes(damaged.read_bytes()[:-20])
         assert run_small(tmp_path) == (COMPILED, "")
-        assert run_small(tmp_path) == (LOADED, "")
+    assert run_small(tmp_path) == (LOADED, "")
 
 
-@pytest.mark.parametrize("home", ["is a file", "is nowhere"])
+@pytest.mark.parametrize("home", ["is a file", "is nowhere", "is on a full disk"])
 def test_where_nothing_can_be_written_kernels_answer_and_that_is_said_once(home: str, tmp_path: Path):
     (tmp_path / "file").touch()
+    program = CALL_SMALL + ANOTHER
     if home == "is a file":
-        answer, said = run_small(tmp_path / "file" / "folder", CALL_SMALL + ANOTHER)
+        answer, said = run_small(tmp_path / "file" / "folder", program)
+    elif home == "is nowhere":
+        answer, said = run_small("", program, XDG_CACHE_HOME="", HOME="~")
     else:
-        answer, said = run_small("", CALL_SMALL + ANOTHER, XDG_CACHE_HOME="", HOME="~")
+        answer, said = run_small(tmp_path, FILL_THE_DISK + program)
     assert answer == COMPILED
     assert said.count("Compiled kernels are not kept") == 1
     assert "Set HF_HYBRID_CACHE_HOME to a folder that can be written." in said
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs permissions of POSIX")
 def test_kernels_that_others_could_write_are_not_used_with_one_warning(tmp_path: Path):
     home = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    assert run_small("/nowhere", **home) == (COMPILED, "")
-    (open_to_others,) = (path.parent for path in tmp_path.rglob("*.nbi"))
-    open_to_others.chmod(0o777)
-    before = contents(tmp_path)
+    run_small("/nowhere", **home)
+    (index,) = tmp_path.rglob("*.nbi")
+    index.parent.chmod(0o777)
+    before = [path.read_bytes() for path in sorted(index.parent.iterdir())]
     answer, said = run_small("/nowhere", CALL_SMALL + ANOTHER, **home)
     assert answer == COMPILED
     assert said.count("are not used, because") == said.count("Warning") == 1
-    assert f"others can write to {open_to_others}: each process compiles them again" in said
+    assert f"others can write to {index.parent}: each process compiles them again" in said
     assert "or set NUMBA_CACHE_DIR to one that only you can write to." in said
-    assert contents(tmp_path) == before
+    assert [path.read_bytes() for path in sorted(index.parent.iterdir())] == before
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs permissions of POSIX")
-def test_folders_of_kernels_when_made_then_are_for_their_owner_alone(tmp_path: Path):
-    umask = os.umask(0)
+def test_folders_are_for_their_owner_alone_and_old_ones_are_deleted(tmp_path: Path):
+    home, umask = tmp_path / "home", os.umask(0)
     try:
-        run_small(tmp_path / "deep" / "home")
+        run_small(home)
     finally:
         os.umask(umask)
-    folders = [path for path in (tmp_path / "deep" / "home").rglob("*") if path.is_dir()]
-    assert len(folders) == 2
-    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "deep" / "home", *folders]} == {0o700}
-
-
-ANOTHER = "assert another() == 2\n"
-AT_ONCE = "from hf_hybrid_cache.kernels.vector import kernel_files; kernel_files._SECONDS_IN_SILENCE = 0.0\n"
-
-
-def test_process_when_kernels_are_compiled_then_says_so_once_and_not_later(tmp_path: Path):
-    answer, said = run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER)
-    assert answer == COMPILED
-    assert said.splitlines() == [
-        "compiling kernels, once on this machine: all of a quantized cache take up to some minutes"
-    ]
-    assert run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER) == (LOADED, "")
-
-
-FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
-
-
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="lets every write fail by a limit on files")
-def test_on_a_full_disk_kernels_answer_and_what_is_there_is_used(tmp_path: Path):
-    answer, said = run_small(tmp_path, FILL_THE_DISK + CALL_SMALL)
-    assert answer == COMPILED
-    assert said.count("Compiled kernels are not kept") == 1
-    run_small(tmp_path)
-    assert run_small(tmp_path, FILL_THE_DISK + CALL_SMALL) == (LOADED, "")
+    folders = [home, *(path for path in home.rglob("*") if path.is_dir())]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700] * 3
+    old, young = (home / "kernels" / name for name in ("old", "young"))
+    folders[-1].rename(old)  # as if the sources had changed
+    young.mkdir()
+    os.utime(old, (0, time.time() - 31 * 24 * 3600))
+    assert run_small(home) == (COMPILED, "")
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_two_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path: Path):
     place = "from hf_hybrid_cache.kernels.vector.kernel_files import kernel_folder; print(kernel_folder())"
     folder = Path(run_small(tmp_path, place)[0])
-    given = {"PYTHONPATH": paths_from(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
-    program = "import hf_hybrid_cache.kernels; print('ready', flush=True)\n" + CALL_SMALL
+    run = [sys.executable, "-c", "import hf_hybrid_cache.kernels; print('ready', flush=True)\n" + CALL_SMALL]
     with FileLock(folder / f"{SMALL}.lock"):
-        run = [sys.executable, "-c", program]
-        processes = [subprocess.Popen(run, env=os.environ | given, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        options = {"env": environment(tmp_path), "stdout": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(run, **options) for _ in range(2)]
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
     assert sorted(process.communicate(timeout=300)[0].strip() for process in processes) == [LOADED, COMPILED]
 
 
 def test_kernel_files_when_any_source_changes_then_are_compiled_again(tmp_path: Path):
-    package = Path(hf_hybrid_cache.__file__).parent
-    copy = tmp_path / "copy" / package.name
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = tmp_path / "copy" / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert run_small(tmp_path) == (COMPILED, "")
     assert run_small(tmp_path, PYTHONPATH=paths_from(copy.parent)) == (LOADED, "")
     with (copy / "kernels" / "vector" / "tiles.py").open("a") as source:
@@ -258,21 +220,10 @@ def test_kernel_files_when_any_source_changes_then_are_compiled_again(tmp_path: 
     assert run_small(tmp_path, PYTHONPATH=paths_from(copy.parent)) == (COMPILED, "")
 
 
-def test_folders_of_sources_that_are_gone_are_deleted_after_a_month(tmp_path: Path):
-    old, young = (tmp_path / "kernels" / name for name in ("old", "young"))
-    for folder in (old, young):
-        folder.mkdir(parents=True)
-    month_ago = old.stat().st_mtime - 31 * 24 * 3600
-    os.utime(old, (month_ago, month_ago))
-    run_small(tmp_path)
-    assert not old.exists()
-    assert young.exists()
-
-
 WITHOUT_COMPILER = """
 import numpy as np
-from hf_hybrid_cache import *
 from hf_hybrid_cache.kernels import PackedLayout, compile_in_background, quantize_blocks
+from hf_hybrid_cache.kernels.vector.compiled import KernelsDisabledError
 compile_in_background(np.dtype(np.float32))
 try:
     quantize_blocks(np.zeros((1, 1, 64, 64), np.float32), PackedLayout.of_keys(8, 64, 64, is_rotated=True))
@@ -286,3 +237,81 @@ def test_where_numba_may_not_compile_one_sentence_says_so(tmp_path: Path):
     assert said.endswith("NUMBA_DISABLE_JIT forbids Numba to compile: unset it.")
     assert len(said.splitlines()) == 1
     assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")
+def test_inline_assembly_when_kernel_comes_from_file_then_compiles():
+    run_program("""
+import hf_hybrid_cache.kernels
+from llvmlite import binding
+binding.initialize_native_target()
+binding.initialize_native_asmprinter()
+module = binding.parse_assembly('define void @f() { call void asm sideeffect "nop", ""() ret void }')
+machine = binding.Target.from_default_triple().create_target_machine()
+binding.create_mcjit_compiler(module, machine).finalize_object()
+""")
+
+
+# --- addresses of arrays: Numba frees an array after its last use, though its address may still be in use
+
+
+MAKERS = {"empty", "zeros", "ones", "full", "arange", "array", "empty_like", "zeros_like"}
+
+
+def compiled_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(each).startswith("jit") for each in node.decorator_list
+            ):
+                yield f"{path.stem}.{node.name}", node
+
+
+FUNCTIONS = {name: node for name, node in compiled_functions() if ".ctypes.data" in ast.unparse(node)}
+
+
+def assigned(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a function assigns to, each with what it gets."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            is_tuple = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if is_tuple else [(target, value)]
+            yield from ((each.id, given) for each, given in pairs if isinstance(each, ast.Name))
+
+
+def freed_too_early(function: ast.FunctionDef) -> set[str]:
+    """The arrays that a compiled function makes and does not mention after the last use of their address."""
+    names, found = list(assigned(function)), set()
+    loops = [node for node in ast.walk(function) if isinstance(node, (ast.For, ast.While))]
+    mentions = [(node.id, node.lineno) for node in ast.walk(function) if isinstance(node, ast.Name)]
+    made = {
+        name: value.lineno
+        for name, value in names
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in MAKERS
+    }
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Attribute) or not ast.unparse(node).endswith(".ctypes.data"):
+            continue
+        array = ast.unparse(node).partition(".")[0].partition("[")[0]
+        within = [loop.lineno for loop in loops if loop.lineno <= node.lineno <= (loop.end_lineno or 0)]
+        if array not in made or any(made[array] < line for line in within):  # the next round of a loop may use it
+            continue
+        holders = {name for name, value in names if node in ast.walk(value) and not isinstance(value, ast.Call)}
+        last_use = max([node.lineno, *(line for name, line in mentions if name in holders)])
+        if max(line for name, line in mentions if name == array) <= last_use:
+            found.add(array)
+    return found
+
+
+@pytest.mark.parametrize(("last_line", "expected"), [("return at", {"row"}), ("return row[0]", set())])
+def test_check_when_array_is_freed_too_early_then_finds_it(last_line: str, expected: set[str]):
+    lines = "def f(at):", "row = np.zeros(8)", "first = row[1].ctypes.data", "row[0] = 1", "use(first)", last_line
+    (function,) = ast.parse("\n    ".join(lines)).body
+    assert isinstance(function, ast.FunctionDef)
+    assert freed_too_early(function) == expected
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_array_whose_address_a_kernel_uses_then_is_used_after_it(name: str):
+    assert not freed_too_early(FUNCTIONS[name])

@@ -12,9 +12,8 @@ from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks
 from hf_hybrid_cache.kernels.attention import workspace
-from hf_hybrid_cache.kernels.attention.workspace import parts_of
 from hf_hybrid_cache.kernels.vector import parallel
-from kernels.calls import EVERY_WAY, FLOAT_WAYS, attend_to_prompt, make, run
+from kernels.calls import EVERY_WAY, make, run
 from kernels.reference import ELEMENTS, random_masks, stored
 
 from common.soak import count, search_at_random
@@ -22,46 +21,30 @@ from models.tiny_models import random_prompt, tiny_model
 
 THREADS = [1, 2, 3, 4, 7]
 pytestmark = pytest.mark.soak
-SearchAtRandom = search_at_random(15, 200)
-
-Results = tuple[np.ndarray, ...]
-ForThreads = Callable[[Callable[[], Results]], None]
 
 
-@pytest.fixture
-def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
-    """Calls a function with several numbers of threads, also more than there are processors, and compares."""
-
-    def run(action: Callable[[], Results]) -> None:
-        results = []
+def bytes_of(action: Callable[[], tuple[np.ndarray, ...]]) -> list[bytes]:
+    """Call a function with several numbers of threads, also more than there are processors; return what all give."""
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
         for threads in THREADS:
-            monkeypatch.setattr(parallel, "num_threads_beside", lambda of_torch, threads=threads: threads)
+            patch.setattr(parallel, "num_threads_beside", lambda of_torch, threads=threads: threads)
+            workspace.parts_of.cache_clear()  # as in another process, which cuts the work itself
             results.append([array.tobytes() for array in action()])
-        assert all(result == results[0] for result in results)
-        count("calls compared between numbers of threads", len(THREADS))
-
-    return run
-
-
-@FLOAT_WAYS
-@pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 12 * 8 * 64, 30_000])
-@pytest.mark.parametrize("storage", ELEMENTS)
-def test_attention_does_not_depend_on_the_threads(way: str, storage: str, tokens: int, same_bits: ForThreads):
-    case, given = make(storage, tokens, num_kv_heads=2, group=4)
-    same_bits(lambda: run(case, given, way=way))
+    assert all(result == results[0] for result in results)
+    count("calls compared between numbers of threads", len(THREADS))
+    return results[0]
 
 
 @EVERY_WAY
-@SearchAtRandom
+@search_at_random(40, 200)
 @given(data=st.data())
-def test_attention_when_shapes_are_random_then_ignores_thread_count(
-    way: str, data: st.DataObject, same_bits: ForThreads
-):
+def test_attention_when_shapes_are_random_then_ignores_thread_count(way: str, data: st.DataObject):
     draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
     coded = draw(st.integers(1, 60)) if way == "integers" or draw(st.booleans()) else 0
     case, given = make(
         draw(st.sampled_from(list(ELEMENTS))),
-        draw(st.integers(16, 130 if coded else 3000)),
+        draw(st.integers(16, 130) if coded else st.sampled_from([12 * 8 * 64, 30_000]) | st.integers(16, 3000)),
         batch=draw(st.integers(1, 3)),
         num_kv_heads=draw(st.integers(1, 4 if coded else 9)),
         group=draw(st.integers(1, 8)),
@@ -73,60 +56,43 @@ def test_attention_when_shapes_are_random_then_ignores_thread_count(
         seed=seed,
     )
     masks = random_masks(draw, case, seed)
-    same_bits(lambda: run(case, given, way=way, **masks))
+    assert bytes_of(lambda: run(case, given, way=way, **masks))
 
 
 @pytest.mark.parametrize("storage", ELEMENTS)
-def test_the_same_bits_whatever_the_rows_at_once(storage: str, same_bits: ForThreads, monkeypatch: pytest.MonkeyPatch):
+def test_the_same_bits_whatever_the_rows_at_once(storage: str, monkeypatch: pytest.MonkeyPatch):
     case, given = make(storage, 700, 1, 2, 4, 300)
     results = []
     for rows in (32, 256, 1200):
         monkeypatch.setattr(workspace, "_MOST_ROWS", rows)
-        same_bits(lambda: attend_to_prompt(case, given, causal=True))
-        results.append([array.tobytes() for array in attend_to_prompt(case, given, causal=True)])
-    assert all(result == results[0] for result in results)
+        results.append(bytes_of(lambda: run(case, given, way="many", causal=True)))
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_coding_does_not_depend_on_the_threads(storage: str, bits: int, same_bits: ForThreads):
+def test_coding_does_not_depend_on_the_threads(storage: str, bits: int):
     given_bits, _ = stored(np.random.default_rng(0).standard_normal((2, 3, 512, 80)), storage)
     layout = PackedLayout.of_keys(bits, 80, 64, is_rotated=True)
 
-    def there_and_back() -> Results:
+    def there_and_back() -> tuple[np.ndarray, ...]:
         packed, decoded = quantize_blocks(given_bits, layout), np.empty_like(given_bits)
         dequantize_blocks(packed, layout, decoded)
         return packed, decoded
 
-    same_bits(there_and_back)
+    assert bytes_of(there_and_back)
 
 
 @pytest.mark.parametrize("make_cache", [DynamicHybridCache, QuantizedHybridCache])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generate_gives_the_same_logits_for_any_number_of_threads(
-    make_cache: Callable, dtype: torch.dtype, same_bits: ForThreads
-):
+def test_generate_gives_the_same_logits_for_any_number_of_threads(make_cache: Callable, dtype: torch.dtype):
     model, ids = tiny_model("llama", dtype), random_prompt(2, 300)
+    options = {"max_new_tokens": 8, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
 
-    def logits() -> Results:
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **cache_argument(make_cache(model.config, cpu_decode=True)),
-            max_new_tokens=8,
-            do_sample=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    def generated() -> tuple[np.ndarray, ...]:
+        torch.manual_seed(0)
+        cache = make_cache(model.config, cpu_decode=True)
+        result = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **options)
         return result.sequences.numpy(), torch.stack(result.logits).float().numpy()
 
-    def seeded() -> Results:
-        torch.manual_seed(0)
-        return logits()
-
-    same_bits(seeded)
-
-
-def test_work_division_when_threads_vary_then_depends_on_shape_alone():
-    cut = {blocks: parts_of(blocks, heads=8) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
-    assert cut == {1: 8, 2: 12, 16: 12, 128: 12, 512: 12, 2048: 48, 16_384: 288}
+    assert bytes_of(generated)

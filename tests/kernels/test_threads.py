@@ -1,21 +1,25 @@
-"""The number of threads that the kernels use, and the independence of several callers."""
+"""The number of threads that the kernels use, how these share the work, and the independence of several callers."""
 
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.attention.host_attention import KernelThread
-from hf_hybrid_cache.kernels.vector import parallel, threads
+from hf_hybrid_cache.kernels.vector import operations, parallel, threads
+from hf_hybrid_cache.kernels.vector.compiled import jit
+from hf_hybrid_cache.kernels.vector.intrinsics import call_at
+from hf_hybrid_cache.kernels.vector.numbers_at import integers_at
+from hf_hybrid_cache.kernels.vector.operations import Operations
+from hf_hybrid_cache.kernels.vector.parallel import Team
 from hf_hybrid_cache.kernels.vector.threads import (
     VARIABLE,
     _is_memory_spread,
@@ -51,33 +55,24 @@ def threads_of_torch() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_thread_count_when_default_then_is_torchs(many_cores: None, threads_of_torch: None):
+# --- how many
+
+
+def test_thread_count_when_default_then_is_torchs_on_every_thread(many_cores: None, threads_of_torch: None):
+    worker = KernelThread()
     for number in (1, 3, 2):
         torch.set_num_threads(number)
         assert get_num_threads() == number
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(get_num_threads).result() == number
+        assert worker.submit(lambda: (get_num_threads(), torch.get_num_threads())).result() == (number, number)
+        assert torch.get_num_threads() == number
 
 
 def test_the_default_is_at_most_the_cores_of_a_socket(monkeypatch: pytest.MonkeyPatch, threads_of_torch: None):
     monkeypatch.delenv(VARIABLE, raising=False)
     torch.set_num_threads(1024)
     assert get_num_threads() == min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
-
-
-def test_a_number_that_is_asked_for_counts_whatever_torch_has(many_cores: None, threads_of_torch: None):
-    most = len(_processors())
-    set_num_threads(most)
-    torch.set_num_threads(1)
-    assert get_num_threads() == most
-
-
-def test_worker_thread_when_it_attends_then_has_callers_thread_count(many_cores: None, threads_of_torch: None):
-    worker = KernelThread()
-    for number in (2, 1, 3):
-        torch.set_num_threads(number)
-        assert worker.submit(lambda: (get_num_threads(), torch.get_num_threads())).result() == (number, number)
-        assert torch.get_num_threads() == number
 
 
 @pytest.mark.parametrize(
@@ -104,7 +99,7 @@ def test_a_quota_of_a_container_counts_as_so_many_processors(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
-def test_kernel_when_torch_has_one_thread_then_starts_no_other():
+def test_kernels_run_on_the_threads_of_torch_and_start_no_other():
     program = """
 import os
 import torch
@@ -114,15 +109,18 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 del os.environ[test_threads.VARIABLE]
-case, alone = test_threads.make("bfloat16", 5000), num_threads()
+torch.set_num_threads(1)
+case, alone, most = test_threads.make("bfloat16", 5000), num_threads(), len(test_threads._processors())
 test_threads.run(*case, 0.125)
 assert num_threads() == alone
-most = len(test_threads._processors())
 test_threads.set_num_threads(most)
 test_threads.run(*case, 0.125)
 assert num_threads() == alone + most - 1
+torch.set_num_threads(most)
+torch.ones(1 << 22).sum()
+assert num_threads() == alone + most - 1
 """
-    run_program(program, OMP_NUM_THREADS="1")
+    run_program(program)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -149,10 +147,13 @@ def test_threads_that_openmp_binds_to_processors_are_as_many():
     run_program(program.format(VARIABLE, most), OMP_PROC_BIND="true")
 
 
-def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyPatch):
+def test_a_number_that_is_set_counts_whatever_torch_has_until_taken_back(
+    many_cores: None, threads_of_torch: None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(VARIABLE, "1")
     assert get_num_threads() == 1
     set_num_threads(len(_processors()))
+    torch.set_num_threads(1)
     assert get_num_threads() == len(_processors())
     set_num_threads(None)
     assert get_num_threads() == 1
@@ -167,60 +168,79 @@ def test_thread_count_when_not_possible_then_is_refused(number: object, monkeypa
         get_num_threads()
 
 
-def test_callers_on_several_threads_get_their_own_results():
-    cases = [make("bfloat16", 3000 + seed, num_kv_heads=2, group=4, seed=seed) for seed in range(8)]
-    alone = [run(*case, 0.125)[0] for case in cases]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda case: run(*case, 0.125)[0], cases * 3))
-    for index, result in enumerate(together):
-        assert np.array_equal(result, alone[index % 8])
+# --- operations, whose parts threads share
+
+POOLS = {"torch's": parallel.openmp, "started": parallel.started_threads}
 
 
-def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch):
-    case = make("bfloat16", 5000, num_kv_heads=3, group=4)
-    expected = run(*case, 0.125)[0]
-    monkeypatch.setattr(parallel, "openmp", lambda: None)
-    parallel._team_of.cache_clear()
-    try:
-        assert np.array_equal(run(*case, 0.125)[0], expected)
-        test_callers_on_several_threads_get_their_own_results()
-    finally:
-        parallel._team_of.cache_clear()
+class Counted(NamedTuple):
+    """Add one to the count of a part, and one to what the parts of the operation before gave."""
+
+    before: int  # address of the numbers of the operation before
+    num_before: int
+    counts: int
+    out: int
 
 
-@numba.njit
-def _count_once(part, seen):
-    # Slow enough for every thread to get some.
-    for _ in range(10_000):
-        seen.counts[part] += 1
-    seen.counts[part] -= 9_999
+@jit
+def count_part(part, call):
+    given, total = call_at(call, Counted), 0
+    for index in range(given.num_before):
+        total += integers_at(given.before, given.num_before)[index]
+    integers_at(given.counts, part + 1)[part] += 1
+    integers_at(given.out, part + 1)[part] = total + 1
 
 
-class _Seen(NamedTuple):
-    counts: np.ndarray
+class Chain:
+    """Operations of which each reads what all parts of the one before wrote."""
+
+    def __init__(self, parts: list[int]):
+        self.counts, self.out = ([np.zeros(number + 1, np.int64) for number in parts] for _ in range(2))
+        before = [(0, 0), *((out.ctypes.data, number) for out, number in zip(self.out, parts, strict=True))]
+        written = [(counts.ctypes.data, out.ctypes.data) for counts, out in zip(self.counts, self.out, strict=True)]
+        self.calls = np.array([Counted(*each, *to) for each, to in zip(before, written, strict=False)])
+        self.operations = Operations([(count_part, call.ctypes.data) for call in self.calls])
+        self.operations.set_parts(parts)
 
 
-@numba.njit
-def _share_out(team, parts, seen):
-    parallel.split_work(team, parts, _count_once, seen)
-
-
-@pytest.mark.parametrize("pool", [parallel.openmp, parallel.started_threads])
-@pytest.mark.parametrize(("team", "threads"), [(1, 1), (2, 2), (4, 2), (2, 4)])
-def test_every_part_is_done_once_whatever_the_number_of_threads(
-    pool: Callable[[], parallel.Threads | None], team: int, threads: int
-):
-    pool_threads = pool()
-    if pool_threads is None:
+# The threads that are woken, and those that take part: more than there are processors, too.
+@pytest.fixture(params=[(pool, *team) for pool in POOLS for team in ((1, 1), (2, 2), (4, 4), (4, 2), (2, 4))], ids=str)
+def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, woken, taking_part = request.param
+    pool = POOLS[name]()
+    if pool is None:
         pytest.skip("no OpenMP runtime with GNU's interface is in the process")
-    for parts in (0, 1, 3, 1000):
-        seen = _Seen(np.zeros(parts, np.int64))
-        memory = parallel.team_memory(pool_threads, team, threads, parallel.clock())
-        _share_out(memory.ctypes.data, parts, seen)
-        assert (seen.counts == 1).all()
+    memory = parallel.team_memory(pool, woken, taking_part, parallel.clock())
+    monkeypatch.setattr(operations, "team_of_kernels", lambda: Team(memory.ctypes.data, taking_part))
 
 
-class _LatePool:
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("parts", [[1], [500], [1, 7, 0, 64, 0, 0, 3, 200, 1, 1, 5], [3] * 30], ids=len)
+def test_each_part_is_done_once_after_all_parts_of_the_operation_before(parts: list[int]):
+    chain = Chain(parts)
+    for repeat in range(1, 101):
+        chain.operations.run()
+        total = 0
+        for counts, out, number in zip(chain.counts, chain.out, parts, strict=True):
+            assert (counts[:number] == repeat).all()
+            assert (out[:number] == total + 1).all()
+            total = number * (total + 1)
+            out[:] = 0  # an operation that comes too early finds this
+
+
+@pytest.mark.usefixtures("team")
+def test_parts_that_are_set_again_count_from_the_next_run():
+    chain = Chain([5, 9, 4])
+    chain.operations.run()
+    chain.operations.set_parts([5, 0, 2])
+    chain.operations.run()
+    assert [counts.tolist() for counts in chain.counts] == [[2] * 5 + [0], [1] * 9 + [0], [2, 2, 1, 1, 0]]
+
+
+# --- threads that come late
+
+
+class LatePool:
     """A pool whose second thread gets a processor so many nanoseconds after the work is done, by a clock of its own."""
 
     def __init__(self) -> None:
@@ -243,53 +263,50 @@ class _LatePool:
 
     def shares_out(self) -> bool:
         """Whether a call has asked the pool."""
-        before, seen = self.calls, _Seen(np.zeros(10, np.int64))
-        _share_out(self.memory.ctypes.data, 10, seen)
-        assert (seen.counts == 1).all()
+        before, chain = self.calls, Chain([10])
+        operations.run_operations(self.memory.ctypes.data, chain.operations._address)
+        assert (chain.counts[0][:10] == 1).all()
         return self.calls > before
 
-
-def test_thread_when_others_come_late_then_works_alone_longer_each_time():
-    pool, late = _LatePool(), 2_000_000
-
-    def times_alone() -> int:
+    def times_alone(self, late: int = 2_000_000) -> int:
         """The time that a thread works alone after a late call, in times of what was lost."""
-        pool.late = late
-        assert pool.shares_out()
-        pool.late = count = 0
-        while not pool.shares_out():
-            pool.now += late
+        self.late = late
+        assert self.shares_out()
+        self.late = count = 0
+        while not self.shares_out():
+            self.now += late
             count += 1
         return count
 
-    assert [times_alone() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 32, 32]
+
+def test_thread_when_others_come_late_then_works_alone_longer_each_time():
+    pool = LatePool()
+    assert [pool.times_alone() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 32, 32]
     pool.now += 10**9
-    assert times_alone() == 1
+    assert pool.times_alone() == 1
+    pool = LatePool()
+    assert [pool.times_alone(late=200_000) for _ in range(4)] == [0] * 4
 
 
-def test_threads_when_little_late_then_go_on_together():
-    pool = _LatePool()
-    pool.late = 200_000
-    assert all(pool.shares_out() for _ in range(4))
+# --- several callers
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
-def test_the_kernels_run_on_the_threads_of_torch():
-    program = """
-import os
-import torch
-from kernels import test_threads
+def test_callers_on_several_threads_get_their_own_results():
+    cases = [make("bfloat16", 3000 + seed, num_kv_heads=2, group=4, seed=seed) for seed in range(8)]
+    alone = [run(*case, 0.125)[0] for case in cases]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda case: run(*case, 0.125)[0], cases * 3))
+    for index, result in enumerate(together):
+        assert np.array_equal(result, alone[index % 8])
 
-def num_threads():
-    return len(os.listdir("/proc/self/task"))
 
-if len(test_threads._processors()) > 1:
-    alone = num_threads()
-    torch.set_num_threads(2)
-    torch.ones(1 << 22).sum()
-    with_torch = num_threads()
-    test_threads.set_num_threads(2)
-    test_threads.run(*test_threads.make("bfloat16", 5000), 0.125)
-    assert alone < with_torch == num_threads(), (alone, with_torch, num_threads())
-"""
-    run_program(program)
+def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    case = make("bfloat16", 5000, num_kv_heads=3, group=4)
+    expected = run(*case, 0.125)[0]
+    monkeypatch.setattr(parallel, "openmp", lambda: None)
+    parallel._team_of.cache_clear()
+    try:
+        assert np.array_equal(run(*case, 0.125)[0], expected)
+        test_callers_on_several_threads_get_their_own_results()
+    finally:
+        parallel._team_of.cache_clear()
