@@ -80,31 +80,15 @@ def test_experts_stay_in_host_memory_wherever_the_model_goes(bits):
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_experts_on_the_device_are_moved_to_host_memory(bits):
-    model = expert_model("qwen3_moe").to(DEVICE)
-    expected = expert_model("qwen3_moe")
-    move_experts_to_host(expected, bits)
-    report = move_experts_to_host(model, bits)
-    assert all(weight.is_cpu for module in expert_modules(model).values() for weight in module.parameters())
-    assert report.expert_layers == 3
-    ids = random_prompt(1, 9)
-    torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=1e-3, atol=1e-3)
-
-
-def test_a_model_whose_experts_are_on_the_device_decodes_there_as_before():
-    model = expert_model("qwen3_moe")
-    ids = random_prompt(1, 40)
+def test_experts_on_the_device_decode_there_and_are_moved_to_host_memory(bits):
+    model, expected, ids = expert_model("qwen3_moe"), expert_model("qwen3_moe"), random_prompt(1, 40)
     theirs = decode(model, ids, stock(model.config))
     model.to(DEVICE)
     assert torch.equal(decode(model, ids, stock(model.config)).cpu(), theirs)
-
-
-def test_gradients_across_the_bus_are_refused():
-    model = expert_model("qwen3_moe")
-    move_experts_to_host(model)
-    model.to(DEVICE)
-    with pytest.raises(RuntimeError, match=r"no gradients .* torch\.no_grad"):
-        model(random_prompt(1, 5).to(DEVICE))
+    move_experts_to_host(expected, bits)
+    assert move_experts_to_host(model, bits).expert_layers == 3
+    assert all(weight.is_cpu for module in expert_modules(model).values() for weight in module.parameters())
+    torch.testing.assert_close(logits(model, ids[:, :9]), logits(expected, ids[:, :9]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not IS_SIMULATED, reason="memory is limited on the simulated accelerator")
@@ -122,10 +106,11 @@ def test_a_prompt_takes_room_for_two_experts_on_the_device():
     torch.testing.assert_close(torch.tensor(sums), exact, rtol=1e-4, atol=1e-4)
 
 
-def test_codes_keep_their_type_when_the_model_changes_its():
-    model = expert_model("qwen3_moe")
+def test_codes_change_their_type_with_the_model_and_have_no_gradients():
+    model, ids = expert_model("qwen3_moe"), random_prompt(1, 5)
     move_experts_to_host(model, 8)
     model.to(DEVICE, torch.bfloat16)
-    quantized = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
-    assert {weight.dtype for weight in quantized} == {torch.bfloat16}
-    assert logits(model, random_prompt(1, 5)).dtype == torch.bfloat16
+    assert {each.dtype for each in model.parameters() if isinstance(each, QuantizedWeight)} == {torch.bfloat16}
+    assert logits(model, ids).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"no gradients .* torch\.no_grad"):
+        model(ids.to(DEVICE))

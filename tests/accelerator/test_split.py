@@ -1,6 +1,7 @@
 """Attention on the device and on the CPU at the same time: what goes wrong in one place is known in the other."""
 
 import copy
+import itertools
 import threading
 import time
 
@@ -50,66 +51,44 @@ def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_
     assert cache.memory().device_bytes < before
 
 
-class IssuedByLayers(Issued):
-    """Each layer issues the copy of its queries, and then all other work, which is told before and after."""
+def let_one_side_be_last(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel wait until the device has ended, or the device begin when the kernel has."""
+    ended, attend, note, number = threading.Event(), Workspace.attend, Store.note_ended, itertools.count()
 
-    number = 0
+    def wait() -> None:
+        assert ended.wait(60)
+        ended.clear()
 
-    def __init__(self, device: torch.device):
-        type(self).number += 1
-        is_last = self.number % 2 == 0
-        if is_last:
-            self.before()
-        super().__init__(device)
-        if is_last:
-            self.after()
+    class Ordered(Issued):
+        """Each layer issues the copy of its queries, and then all other work."""
 
-    @staticmethod
-    def before() -> None: ...
+        def __init__(self, device: torch.device):
+            is_work = next(number) % 2 == 1
+            if is_work and last == "device":
+                wait()
+            super().__init__(device)
+            if is_work and last == "cpu":
+                ended.set()
 
-    after = before
-
-
-@pytest.fixture
-def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel waits until the device has ended."""
-    issued, attend = threading.Event(), Workspace.attend
-
-    class Noting(IssuedByLayers):
-        after = staticmethod(issued.set)
-
-    def waiting(*arguments, **options):
-        assert issued.wait(60)
-        issued.clear()
+    def attending(*arguments, **options):
+        wait()
         torch.accelerator.synchronize()
         return attend(*arguments, **options)
-
-    monkeypatch.setattr(host_attention, "Issued", Noting)
-    monkeypatch.setattr(Workspace, "attend", waiting)
-
-
-@pytest.fixture
-def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device begins when the kernel has ended."""
-    ended, note = threading.Event(), Store.note_ended
 
     def noting(*arguments):
         note(*arguments)
         ended.set()
 
-    class Waiting(IssuedByLayers):
-        @staticmethod
-        def before():
-            assert ended.wait(60)
-            ended.clear()
-
-    monkeypatch.setattr(Store, "note_ended", noting)
-    monkeypatch.setattr(host_attention, "Issued", Waiting)
+    monkeypatch.setattr(host_attention, "Issued", Ordered)
+    if last == "cpu":
+        monkeypatch.setattr(Workspace, "attend", attending)
+    else:
+        monkeypatch.setattr(Store, "note_ended", noting)
 
 
 @pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])
 def test_cpu_fraction_when_a_side_ends_last_then_it_gets_fewer_tokens(
-    last: str, direction: int, request, monkeypatch: pytest.MonkeyPatch
+    last: str, direction: int, monkeypatch: pytest.MonkeyPatch
 ):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, cpu_decode="auto")
@@ -117,7 +96,7 @@ def test_cpu_fraction_when_a_side_ends_last_then_it_gets_fewer_tokens(
         monkeypatch.setattr(cpu_fraction, name, number)
     ids = random_prompt(1, 500)
     expected = decode(model, ids, DynamicCache(config=model.config))
-    request.getfixturevalue(f"with_{last}_last")
+    let_one_side_be_last(last, monkeypatch)
     assert torch.equal(decode(model, ids, cache), expected)
     shares = [0.5, *(decision.value for decision in cache.stats.decisions)]
     assert len(shares) > 2

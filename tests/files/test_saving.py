@@ -4,13 +4,14 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis.stateful import rule, run_state_machine_as_test
+from files.forged import rewritten
+from hypothesis.stateful import rule
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -30,19 +31,18 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.cache.files import differences
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
+from hf_hybrid_cache.files.tensor_file import TensorFile, TensorForm
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory.host_memory import Limit
-from hf_hybrid_cache.token_ids import first_difference
 
 from common.caches import CACHES, QUANTIZED
 from common.modes import generate
-from common.soak import search_at_random
 from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from operations.test_stateful import CacheMachine
+from operations.setups import setups
+from operations.test_stateful import CacheMachine, run
 
 LLAMA = tiny_model("llama")
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
@@ -147,35 +147,11 @@ def test_layers_that_cannot_be_mapped_are_refused(before: str, after: str | None
         HybridCache.load(path, LLAMA.config, mmap=True, **options)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 150, 191, 192, 193, 300])
-@pytest.mark.parametrize(
-    ("bits", "dtype"), [(None, torch.bfloat16), (8, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
-)
-def test_cache_of_any_length_when_saved_then_goes_on_as_if_it_was_not(
-    bits: int | None, dtype: torch.dtype, num_tokens: int, path: Path
-):
-    model = tiny_model("llama", dtype)
-    cache = filled(partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache, num_tokens, 1, model)
-    cache.save(path)
-    loaded = HybridCache.load(path, model.config)
-    pieces = random_prompt(1, 200, seed=1).split([1, 66, 133], dim=1)
-    logits = [[model(piece, **cache_argument(each)).logits for piece in pieces] for each in (cache, loaded)]
-    assert loaded.codecs == cache.codecs
-    assert all(map(torch.equal, *logits))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
-@pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
-def test_load_when_saved_with_placement_and_codecs_then_restores_both(
-    bits: int | tuple[int, int], options: tuple[Any, ...], path: Path
-):
-    codecs = {1: minmax(bits, *options), 3: minmax((8, 4))}
-    original = HybridCache(LLAMA.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
+def test_empty_cache_when_loaded_then_has_its_placement_and_length(path: Path):
+    original = HybridCache(LLAMA.config, Placement(True, 2, 1, None, [1, 3]), 5000)
     original.save(path)
     loaded = HybridCache.load(path, LLAMA.config)
     assert loaded._stores.placement == original._stores.placement
-    assert loaded._stores.codecs == original._stores.codecs
     assert loaded._stores.capacity == original._stores.capacity
     assert loaded.get_seq_length() == 0
 
@@ -215,25 +191,11 @@ def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(window: obje
 def test_index_of_keys_of_an_earlier_version_is_skipped(codec: KVCodec | None, mmap: bool, path: Path):
     original = filled(Placement(), 500, batch=2, codec=codec)
     original.save(path)
-    with_index = path.with_name("index.kv")
-    with TensorFile(path, path.open("rb", buffering=0)) as file, with_index.open("wb") as new:
-        sections = [copied_section(file, name) for name in file.sections]
-        index = {"index.1/blocks": TensorForm("uint8", (5, 2, 2, 3))}  # packed blocks of two sequences and two KV heads
-        sections.append(Section("index.1", index, lambda: [[bytes(60)]]))
-        metadata = {name: text for name, text in file.metadata.items() if not name.startswith("checksum ")}
-        NewFile(metadata, sections).write(new)
-    loaded = HybridCache.load(with_index, LLAMA.config, mmap=mmap)
-    assert_goes_on_like(copy.deepcopy(original), loaded, 500)
-    loaded.save(with_index)
-    with TensorFile(with_index, with_index.open("rb", buffering=0)) as file:
+    # Packed blocks of two sequences and two KV heads.
+    rewritten(lambda described, forms: forms.update({"index.1/blocks": TensorForm("uint8", (5, 2, 2, 3))}))(path)
+    HybridCache.load(path, LLAMA.config, mmap=mmap).save(path)
+    with TensorFile(path, path.open("rb", buffering=0)) as file:
         assert "index.1" not in file.sections
-
-
-def copied_section(file: TensorFile, name: str) -> Section:
-    forms = {each: placed.form for each, placed in file.tensors(name).items()}
-    data = {each: bytearray(form.num_bytes) for each, form in forms.items()}
-    file.read(name, {each: memoryview(content) for each, content in data.items()})
-    return Section(name, forms, lambda: ([content] for content in data.values()))
 
 
 def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(path: Path):
@@ -293,6 +255,7 @@ def test_token_ids_are_kept_and_compared(path: Path):
     HybridCache.load(path, LLAMA.config, token_ids=torch.cat([ids, ids], dim=1))
     other = ids.clone()
     other[1, 33] += 1
+    other[0, 34] += 1  # the earliest position is told
     with pytest.raises(CacheFileError, match=rf"token 33 of sequence 1 is {ids[1, 33]} in the file and {other[1, 33]}"):
         HybridCache.load(path, LLAMA.config, token_ids=other)
     for unlike in (ids[:, :69], ids[:1], ids[0]):
@@ -304,26 +267,21 @@ def test_token_ids_are_kept_and_compared(path: Path):
         HybridCache.load(path, LLAMA.config, token_ids=ids)
 
 
-@pytest.mark.parametrize("ids", [random_prompt(1, 9), random_prompt(1, 11), random_prompt(1, 9)[0], torch.ones(1, 10)])
-def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tensor, path: Path):
-    cache = filled(DynamicHybridCache, 10)
-    with pytest.raises(ValueError, match=r"must be integers \[batch, "):
-        cache.save(path, ids)
+IDS = random_prompt(1, 10)
+OF_IDS, OF_DOCUMENT = r"must be integers \[batch, ", "must be an integer from 1 to the 10 stored tokens"
 
 
-@pytest.mark.parametrize("document_tokens", [0, 11, 5.0, True])
-def test_save_when_a_document_cannot_have_so_many_tokens_then_is_refused(document_tokens: object, path: Path):
-    cache = filled(DynamicHybridCache, 10)
-    with pytest.raises(ValueError, match="document_tokens must be an integer from 1 to the 10 stored tokens"):
-        cache.save(path, random_prompt(1, 10), document_tokens)
-    with pytest.raises(ValueError, match="goes with token_ids"):
-        cache.save(path, document_tokens=5)
-
-
-def test_token_ids_when_several_differ_then_earliest_position_is_told():
-    known = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
-    assert first_difference(known, torch.tensor([[1, 2, 3, 9], [1, 9, 3, 4]])) == (1, 1)
-    assert first_difference(known, known.clone()) is None
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        *(((ids,), OF_IDS) for ids in (IDS[:, :9], random_prompt(1, 11), IDS[0, :9], IDS.float())),
+        *(((IDS, document_tokens), OF_DOCUMENT) for document_tokens in (0, 11, 5.0, True)),
+        ((None, 5), "goes with token_ids"),
+    ],
+)
+def test_token_ids_that_are_not_those_of_the_tokens_are_refused(arguments: tuple[Any, ...], reason: str, path: Path):
+    with pytest.raises(ValueError, match=reason):
+        filled(DynamicHybridCache, 10).save(path, *arguments)
 
 
 def test_rope_factor_when_repeated_in_config_then_is_no_difference():
@@ -338,19 +296,19 @@ def test_rope_factor_when_repeated_in_config_then_is_no_difference():
 # Positions that go on from a picture, by an offset that the model keeps itself
 
 
-TEXT = torch.arange(40, 60)[None]
-OPTIONS = {"max_new_tokens": 6, "do_sample": False}
-
-
 @pytest.mark.parametrize("way", ["generate", "forward pass"])
 def test_save_when_positions_go_on_from_a_picture_then_is_refused(way: str, path: Path):
-    model, prompt = model_of_images(), prompt_with_picture()
+    model, prompt, text = model_of_images(), prompt_with_picture(), torch.arange(40, 60)[None]
     ours, stock = DynamicHybridCache(model.config), DynamicCache(config=model.config)
     stored = prompt["input_ids"]
+
+    def answered(ids: torch.Tensor, cache: Cache, model: Any = model) -> torch.Tensor:
+        return model.generate(ids, **cache_argument(cache), max_new_tokens=6, do_sample=False)
+
     for cache in (stock, ours):
         with torch.inference_mode():
             if way == "generate":
-                stored = model.generate(**prompt, **cache_argument(cache), **OPTIONS)
+                stored = model.generate(**prompt, **cache_argument(cache), max_new_tokens=6, do_sample=False)
             else:
                 model(**prompt, **cache_argument(cache))
     assert int(model.model.rope_deltas) < 0
@@ -359,38 +317,37 @@ def test_save_when_positions_go_on_from_a_picture_then_is_refused(way: str, path
         with pytest.raises(CacheFileError, match=r"rope_deltas.*copy\.deepcopy"):
             each.save(path)
     assert not list(path.parent.iterdir())
-    longer = torch.cat([stored, TEXT], dim=1)
-    assert torch.equal(
-        model.generate(longer, **cache_argument(twin), **OPTIONS),
-        model.generate(longer, **cache_argument(stock), **OPTIONS),
-    )
-
-
-def test_save_when_there_is_no_picture_then_a_new_model_goes_on(path: Path):
-    model, cache = model_of_images(), DynamicHybridCache(model_of_images().config)
-    model.generate(**prompt_with_picture(), **cache_argument(cache), **OPTIONS)
-    cache.reset()
-    longer = torch.cat([model.generate(TEXT, **cache_argument(cache), **OPTIONS), TEXT], dim=1)
-    cache.save(path)
+    longer = torch.cat([stored, text], dim=1)
+    assert torch.equal(answered(longer, twin), answered(longer, stock))
+    # Without a picture a new model goes on.
+    ours.reset()
+    longer = torch.cat([answered(text, ours), text], dim=1)
+    ours.save(path)
     again = HybridCache.load(path, model.config)
-    expected = model.generate(longer, **cache_argument(cache), **OPTIONS)
-    assert torch.equal(model_of_images().generate(longer, **cache_argument(again), **OPTIONS), expected)
+    assert torch.equal(answered(longer, again, model_of_images()), answered(longer, ours))
 
 
 # Caches after sequences of operations
 
 
-class Reloaded:
-    """Rules that a machine of operations gets besides: from then on it works on what was loaded."""
+class Reloaded(CacheMachine):
+    """A machine that goes on with what was loaded, read or mapped, and is as it was."""
 
     folder: Path
-    mmap: bool
 
-    @rule()
-    def reload(self) -> None:
-        path = self.folder / "cache.kv"
-        self.ours.save(path)
-        self.ours = HybridCache.load(path, self.ours._stores.config, mmap=self.mmap)
+    @rule(mmap=st.booleans())
+    def reload(self, mmap: bool) -> None:
+        path, before = self.folder / "cache.kv", self.ours
+        try:
+            before.save(path)
+            self.ours = HybridCache.load(path, self.setup.config, mmap=mmap)
+        except CacheFileError as error:
+            # Codecs whose grouping is swapped; layers that no kernel attends to.
+            assert "no way to describe" in str(error) or (mmap and "mmap=False" in str(error))  # noqa: PT017
+            return
+        assert self.ours.codecs == before.codecs
+        if not self.setup.is_shard:
+            assert self.ours._stores.placement == before._stores.placement
         self.content = path.read_bytes()
 
     def teardown(self) -> None:
@@ -401,21 +358,12 @@ class Reloaded:
 
 @pytest.mark.soak
 @declines
-@pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.parametrize(
-    ("variant", "mmap"),
-    [
-        ("dynamic", False),
-        ("offloaded_partly", False),
-        ("default", True),
-        ("quantized_streamed", False),
-        ("quantized_8", True),
-        ("quantized_2", False),
-    ],
-)
-def test_any_sequence_of_operations_with_files_between_leaves_the_same(variant: str, mmap: bool, tmp_path: Path):
-    machine = type("Machine", (Reloaded, CacheMachine), {"variant": variant, "folder": tmp_path, "mmap": mmap})
-    run_state_machine_as_test(machine, settings=search_at_random(6, 100, stateful_step_count=15))
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_sequence_of_operations_with_files_between_leaves_the_same(
+    dtype: torch.dtype, is_quantized: bool, tmp_path: Path
+):
+    run(Reloaded, thorough=20, folder=tmp_path, setups=setups(dtype, is_quantized))
 
 
 # Memory

@@ -102,21 +102,26 @@ class Talk:
 
     def said(self, count: int, seed: int = 1, cache: HybridCache | None = None) -> torch.Tensor:
         """Read a question of `count` tokens, and generate an answer token by token; return all tokens."""
-        whole = torch.cat([self.tokens, random_prompt(1, count, seed) % 80 + 5], dim=1)
+        question = (random_prompt(1, count, seed) % 80 + 5).to(self.tokens.device)
+        whole = torch.cat([self.tokens, question], dim=1)
         options = cache_argument(self.cache if cache is None else cache)
         return self.model.generate(whole, **options, max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=None)
 
     def keep(self, **options: Any) -> str:
         return self.store.keep(self.model, self.tokens, self.cache, document_tokens=self.length, **options)
 
+    def resumed(self, stored: StoredPrompt) -> HybridCache:
+        """Return another cache with what is stored, which is what this one has."""
+        cache = self.make(self.model.config)
+        self.store.resume(self.model, stored, cache)
+        assert cache.get_seq_length() == self.cache.get_seq_length()
+        assert are_equal(held(cache), held(self.cache))
+        return cache
+
     def assert_goes_on_alike(self, stored: StoredPrompt, count: int, seed: int) -> None:
         """Resume it with another cache, let both go on, and compare tokens and states."""
-        resumed = self.make(self.model.config)
-        self.store.resume(self.model, stored, resumed)
-        assert resumed.get_seq_length() == self.cache.get_seq_length()
-        assert are_equal(held(resumed), held(self.cache))
-        tokens = self.said(count, seed, resumed)
-        self.tokens = self.said(count, seed)
+        resumed = self.resumed(stored)
+        tokens, self.tokens = self.said(count, seed, resumed), self.said(count, seed)
         assert torch.equal(tokens, self.tokens)
         assert are_equal(held(resumed), held(self.cache))
 

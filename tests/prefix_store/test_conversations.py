@@ -1,6 +1,5 @@
 """A conversation that is kept goes on as if it had never ended."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,9 @@ def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "nodes").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*itertools.product(["llama", "gemma3", "qwen3_next"], FORMS), *itertools.product(KEPT, ["full", "quantized"])],
-)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", *KEPT])
 def test_conversation_when_resumed_then_goes_on_to_the_bit(name: str, form: str, tmp_path: Path):
     model = tiny_model(name) if name in FAMILIES else model_of(name)
     talk = Talk(tmp_path, model, FORMS[form], DOCUMENT if name in FAMILIES else tokens(250, 0))
@@ -57,10 +55,8 @@ def test_conversation_when_codecs_are_chosen_late_then_goes_on(
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
     talk = Talk(tmp_path, LLAMA, FORMS["full"], DOCUMENT)
-    before = {file: file.read_bytes() for file in (tmp_path / "nodes").iterdir()}
     of_document, talk.tokens = num_bytes(tmp_path), talk.said(130)
     talk.keep()
-    assert all(file.read_bytes() == content for file, content in before.items())
     # And what is stored again of the block that the document ends in, and the rest of the last block.
     most = talk.tokens.shape[1] - talk.length + 2 * 64
     assert num_bytes(tmp_path) - of_document < most / talk.length * of_document + 2**14

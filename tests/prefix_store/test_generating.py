@@ -1,5 +1,6 @@
 """`generate` with a store gives the tokens of `prefill` and `generate`, and those of transformers' own cache."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,25 +73,22 @@ def test_cache_that_is_passed_is_filled_and_kept_in_its_form(form: str, tmp_path
     assert all(map(torch.equal, ours, answered(model, second, **cache_argument(twin))))
 
 
+class AtLength203(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 203)
+
+
 def test_prompt_when_no_cache_is_passed_then_is_streamed_and_listed(tmp_path: Path):
     model, ids, store = tiny_model("llama"), random_prompt(1, 200), PrefixStore(tmp_path)
     heard, expected = ListStreamer(), ListStreamer()
-    common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    common: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    common["stopping_criteria"] = [AtLength203()]
     output = model.generate(ids, **common, custom_generate=store, title="mine", progress=False, streamer=heard)
     model.generate(ids, **common, streamer=expected)
     assert type(output[CACHE_ARGUMENT]) is DynamicHybridCache
+    assert output.sequences.shape == (1, 203)
     assert [stored.title for stored in store.prompts()] == ["mine"]
     assert heard.tokens == expected.tokens
-
-
-def test_criteria_of_the_caller_end_an_answer(tmp_path: Path):
-    class AfterThree(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return torch.full((len(input_ids),), input_ids.shape[1] >= 203)
-
-    model, ids = tiny_model("llama"), random_prompt(1, 200)
-    options = {"custom_generate": PrefixStore(tmp_path), "progress": False, "stopping_criteria": [AfterThree()]}
-    assert answered(model, ids, **options)[0].shape == (1, 203)
 
 
 def test_equal_sequences_in_chunks_are_answered_each(tmp_path: Path):
@@ -110,25 +108,19 @@ def test_tokens_are_known_afterwards(mode: str, tmp_path: Path):
     assert cache.keep_common_prefix(other) == 9
 
 
-def test_text_for_a_model_of_images_is_kept(tmp_path: Path):
-    model, ids, found = model_of_images(), random_prompt(1, 200) % 100 + 5, []
-    inputs = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids, dtype=torch.int)}
-    options = {**inputs, "custom_generate": PrefixStore(tmp_path), "progress": found.append}
-    answers = [answered(model, ids, **options)[0] for _ in range(2)]
-    assert found == [0, 199, 199]
-    assert all(torch.equal(answer, answered(model, ids, **inputs)[0]) for answer in answers)
-
-
 of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 @of_peft
-def test_model_with_an_adapter_answers_as_without_a_store(tmp_path: Path):
-    model, ids, found = adapted(), random_prompt(1, 200), []
-    options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False}
+@pytest.mark.parametrize("make", [model_of_images, adapted])
+def test_text_for_a_model_of_images_or_with_an_adapter_is_kept(make: Callable[[], Any], tmp_path: Path):
+    model, ids, found = make(), random_prompt(1, 200) % 100 + 5, []
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    if make is model_of_images:
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids, dtype=torch.int)
     for _ in range(2):
-        ours = model.generate(**options, custom_generate=PrefixStore(tmp_path), progress=found.append)
-        assert torch.equal(ours, model.generate(**options))
+        ours = model.generate(**inputs, custom_generate=PrefixStore(tmp_path), progress=found.append)
+        assert torch.equal(ours, model.generate(**inputs))
     assert found == [0, 199, 199]
 
 

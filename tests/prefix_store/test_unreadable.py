@@ -21,8 +21,10 @@ from models.tiny_models import random_prompt, tiny_model
 
 # The models have short contexts, and the database is gone.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
-Change = Callable[[Any], object]
 Keep = Callable[..., list[torch.Tensor]]
+# In a description: where parts of it are, by keys with a space between, "*" for all; and what they have there then.
+Forged = tuple[str, dict[Any, Any]]
+GONE = object()
 
 
 @pytest.fixture
@@ -43,98 +45,73 @@ def _kept(family: str, form: str, tokens: tuple[int, ...], folder: Path) -> tupl
     return path, read(path, model, torch.tensor([tokens]), FORMS[form](model.config))[1]
 
 
-def change(path: Path, act: Change) -> None:
-    """Change the description of a node, as JSON has it, in place."""
-    tree = description_of(path)
-    act(tree)
+def forge(path: Path, forged: Forged) -> None:
+    """Change the description of a node, as JSON has it."""
+    tree, (place, values) = description_of(path), forged
+    parts = [tree]
+    for key in place.split():
+        parts = [
+            each
+            for part in parts
+            for each in (part if key == "*" else [part[int(key) if isinstance(part, list) else key]])
+        ]
+    for part in parts:
+        for name, value in values.items():
+            if value is GONE:
+                part.pop(name)
+            else:
+                part[name] = value
     describe(path, tree)
 
 
-def set_states(*layers: int, **values: Any) -> Change:
-    """Change the numbers of some layers."""
-    return lambda tree: [tree["states"]["layers"][layer]["states"].update(values) for layer in layers]
-
-
-def set_layer(**values: Any) -> Change:
-    return lambda tree: tree["states"]["layers"][1].update(values)
-
-
-def set_attributes(act: Change) -> Change:
-    """Change the attributes of a layer of transformers' own."""
-    return lambda tree: act(tree["states"]["layers"][0]["attributes"])
-
-
-def set_codec(name: str, value: Any) -> Change:
-    return lambda tree: tree["states"]["codecs"]["1"].update({name: value})
-
-
-def set_first_rows(row: float) -> Change:
-    return lambda tree: tree["states"].update(first_rows={"layers.0/states.keys": row})
-
-
+ONE, ALL, ATTRIBUTES = "states layers 1 states", "states layers * states", "states layers 0 attributes"
 # By the family, the form of cache, the number of tokens, and the node that is forged.
-STATES: dict[tuple[str, str, int, int], list[Change]] = {
+STATES: dict[tuple[str, str, int, int], list[Forged]] = {
     ("llama", "full", 320, -1): [
-        lambda tree: tree.pop("states"),
-        *(lambda tree, text=text: tree.update(states=text) for text in ("[]", "{}", "NaN", "", "[" * 100_000)),
-        lambda tree: tree["states"].pop("layers"),
-        lambda tree: tree["states"].update(layers=7),
-        lambda tree: tree["states"]["layers"].pop(),
-        lambda tree: tree["states"].update(codecs={"99": {}}),
-        lambda tree: tree["states"].update(codecs={"inf": {}}),
-        *map(set_first_rows, (-1, 11, math.inf)),
-        set_layer(states=None),
-        set_layer(type="Other"),
-        set_states(1, entries={"states": 256}),
-        set_states(1, entries={"states": 320, "other": 0}),
-        set_states(1, entries={"full": 64, "packed": 1000}),
-        set_states(1, num_kv_heads=0),
-        set_states(1, num_kv_heads=2**20),
-        set_states(1, batch=2, prefixes=2),
-        set_states(1, key_dtype="int64"),
-        set_states(1, key_dtype="complex64"),
-        set_states(1, other=1),
-        set_states(0, 1, 2, 3, num_kv_heads=3),
-        set_states(0, 1, 2, 3, num_kv_heads=2**15, key_dim=2**15),
-        set_states(0, 1, 2, 3, value_dtype="float16"),
-        set_states(0, 1, 2, 3, device="meta"),
-        set_states(0, 1, 2, 3, device="no such"),
-        set_states(0, 1, 2, 3, entries={"full": 320 - 64, "packed": 1}),
+        *(("", {"states": each}) for each in (GONE, "[]", "{}", "NaN", "", "[" * 100_000)),
+        *(("states", {"layers": each}) for each in (GONE, 7)),
+        *(("states", {"codecs": {each: {}}}) for each in ("99", "inf")),
+        *(("states", {"first_rows": {"layers.0/states.keys": row}}) for row in (-1, 11, math.inf)),
+        ("states layers", {-1: GONE}),
+        ("states layers 1", {"states": None}),
+        ("states layers 1", {"type": "Other"}),
+        *((ONE, {"entries": each}) for each in ({"states": 256}, {"states": 320, "other": 0}, {"full": 64})),
+        *((ONE, {"num_kv_heads": each}) for each in (0, 2**20)),
+        *((ONE, {"key_dtype": each}) for each in ("int64", "complex64")),
+        (ONE, {"batch": 2, "prefixes": 2}),
+        (ONE, {"other": 1}),
+        (ALL, {"num_kv_heads": 3}),
+        (ALL, {"num_kv_heads": 2**15, "key_dim": 2**15}),
+        (ALL, {"value_dtype": "float16"}),
+        *((ALL, {"device": each}) for each in ("meta", "no such")),
+        (ALL, {"entries": {"full": 320 - 64, "packed": 1}}),
     ],
     ("llama", "quantized", 1280, -1): [
-        lambda tree: tree["states"]["layers"].pop(),
-        set_layer(type="Other"),
-        set_states(0, 1, 2, 3, entries={"full": 0, "packed": 20}),
+        ("states layers", {-1: GONE}),
+        ("states layers 1", {"type": "Other"}),
+        (ALL, {"entries": {"full": 0, "packed": 20}}),
     ],
     ("llama", "quantized", 1280, 0): [
-        set_codec("sink_tokens", 2**34),
-        set_codec("bits", [3, 4]),
-        set_codec("other", 7),
-        set_codec("name", []),
+        ("states codecs 1", each) for each in ({"sink_tokens": 2**34}, {"bits": [3, 4]}, {"other": 7}, {"name": []})
     ],
     ("gemma3", "full", 320, -1): [
-        set_attributes(lambda attributes: attributes["keys"].update(tensor="another")),
-        set_attributes(lambda attributes: attributes["keys"].update(device=None)),
-        set_attributes(lambda attributes: attributes.update(keys={"dict": 7})),
-        set_attributes(lambda attributes: attributes.update(sliding_window=2**40)),
-        set_attributes(lambda attributes: attributes.update(cumulative_length=12)),
-        set_attributes(lambda attributes: attributes.update(cumulative_length="12")),
-        set_attributes(lambda attributes: attributes.update(update=1)),
-        set_attributes(lambda attributes: attributes.pop("keys")),
+        *((f"{ATTRIBUTES} keys", each) for each in ({"tensor": "another"}, {"device": None})),
+        *((ATTRIBUTES, {"keys": each}) for each in (GONE, {"dict": 7})),
+        *((ATTRIBUTES, {"cumulative_length": each}) for each in (12, "12")),
+        (ATTRIBUTES, {"sliding_window": 2**40}),
+        (ATTRIBUTES, {"update": 1}),
     ],
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "number"), [(what, at) for what in STATES for at in range(len(STATES[what]))], ids=str
-)
+@pytest.mark.parametrize(("what", "forged"), [(what, each) for what in STATES for each in STATES[what]])
 def test_states_when_forged_then_go_with_a_warning_and_are_kept_anew(
-    what: tuple[str, str, int, int], number: int, kept: Keep, tmp_path: Path
+    what: tuple[str, str, int, int], forged: Forged, kept: Keep, tmp_path: Path
 ):
     family, form, length, node = what
     model, prompt = tiny_model(family), random_prompt(1, length + 1)
     cold = kept(prompt, family, form)
-    change(nodes_of(tmp_path)[node], STATES[what][number])
+    forge(nodes_of(tmp_path)[node], forged)
     with pytest.warns(UserWarning, match="It was removed from the store|are not used, and removed"):
         _, states = read(tmp_path, model, prompt, FORMS[form](model.config))
     assert are_equal(states, cold)
@@ -147,7 +124,7 @@ def test_states_when_sparse_and_larger_than_memory_then_take_none(kept: Keep, tm
     model, prompt = tiny_model("llama"), random_prompt(1, 129)
     kept(prompt)
     (node,) = nodes_of(tmp_path)
-    change(node, set_states(0, 1, 2, 3, num_kv_heads=2**15, key_dim=2**15, value_dim=2**15))
+    forge(node, (ALL, {"num_kv_heads": 2**15, "key_dim": 2**15, "value_dim": 2**15}))
     (header, data), end, of_keys = parts_of(node), 0, 0
     tensors = {name: each for name, each in header.items() if name != "__metadata__"}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
@@ -163,18 +140,13 @@ def test_states_when_sparse_and_larger_than_memory_then_take_none(kept: Keep, tm
         read(tmp_path, model, prompt, DynamicHybridCache(model.config))
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
-        lambda tree: tree.pop("identity"),
-        lambda tree: tree.update(document_tokens=math.inf),
-        lambda tree: tree.update(rest=[1.5]),
-    ],
-)
-def test_description_when_unreadable_then_not_listed_and_verify_removes(forged: Change, kept: Keep, tmp_path: Path):
+@pytest.mark.parametrize("values", [{"identity": GONE}, {"document_tokens": math.inf}, {"rest": [1.5]}])
+def test_description_when_unreadable_then_not_listed_and_verify_removes(
+    values: dict[Any, Any], kept: Keep, tmp_path: Path
+):
     kept(random_prompt(1, 400))
     (node,) = nodes_of(tmp_path)
-    change(node, forged)
+    forge(node, ("", values))
     store = PrefixStore(tmp_path)
     assert store.prompts() == []
     with pytest.warns(UserWarning, match="is of no use to this version: .* It was removed from the store"):
@@ -201,7 +173,7 @@ def test_conversation_when_its_states_are_unreadable_then_is_not_resumed(kept: K
     model, store = tiny_model("llama"), PrefixStore(tmp_path)
     kept(random_prompt(1, 400))
     (listed,) = store.prompts()
-    change(nodes_of(tmp_path)[0], lambda tree: tree.pop("states"))
+    forge(nodes_of(tmp_path)[0], ("", {"states": GONE}))
     with (
         pytest.warns(UserWarning, match="is gone. It is made again from the files"),
         pytest.raises(PrefixStoreError, match="cannot be gone on with: "),

@@ -44,20 +44,20 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch was imported before")
-@pytest.mark.parametrize(("node", "processors"), [(0, {0, 1}), (1, {2, 3})])
+@pytest.mark.parametrize(
+    ("node", "processors", "message"),
+    [
+        (0, [{0, 1}], "processors of node 0 are used, its memory is not preferred: how to ask for it on abacus is not"),
+        (1, [{2, 3}], "processors of node 1 are used, its memory is not preferred"),
+        ("all", [], r"not spread over nodes 0-3: how to ask for it on abacus is not known\."),
+    ],
+)
 def test_process_when_bound_then_keeps_its_processors_of_the_node(
-    node: int, processors: set[int], nodes: Path, bound: list[set[int]]
+    node: Any, processors: list[set[int]], message: str, nodes: Path, bound: list[set[int]]
 ):
-    message = f"processors of node {node} are used, its memory is not preferred: how to ask for it on abacus is not"
     with pytest.warns(UserWarning, match=message):
         bind_to_node(node)
-    assert bound == [processors]
-
-
-def test_process_when_spread_over_nodes_then_keeps_all_processors(nodes: Path, bound: list[set[int]]):
-    with pytest.warns(UserWarning, match=r"not spread over nodes 0-3: how to ask for it on abacus is not known\."):
-        bind_to_node("all")
-    assert bound == []
+    assert bound == processors
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,24 @@
 
 import copy
 import os
-import random
 import re
+import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import Phase, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from torch import distributed
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import (
     CacheFileError,
@@ -32,25 +38,36 @@ from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from .groups import NEEDS_GROUPS, Group
 from common.caches import channel_scaled_codecs, group_of_one, stock
 from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
-from common.slow import slow_but
+from common.quantized_reference import quantized_reference
+from common.soak import search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from operations.setups import Setup
+from operations.test_stateful import CacheMachine
 
 pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 IN_FULL = ("dynamic",)
 
 
-def on_the_cpu(codec: Any = None) -> Callable[..., HybridCache]:
-    return lambda config, **more: HybridCache(config, Placement(cpu_decode=True), codec=codec, **more)
-
-
-CACHES: dict[str, Callable[..., HybridCache]] = {
-    "dynamic": on_the_cpu(),
-    "quantized_8": on_the_cpu(minmax(8, rotate=True)),
-    "quantized_2": on_the_cpu(minmax(2, sink_tokens=128, rotate=False)),
-    "quantized_balanced": lambda config, **more: on_the_cpu(channel_scaled_codecs(config, 4))(config, **more),
-    "quantized_auto": lambda config, **more: QuantizedHybridCache(config, 4, cpu_decode=True, **more),
+CODECS: dict[str, Callable[[PreTrainedConfig], Any]] = {
+    "dynamic": lambda config: {},
+    "quantized_8": lambda config: minmax(8, rotate=True),
+    "quantized_2": lambda config: minmax(2, sink_tokens=128, rotate=False),
+    "quantized_balanced": lambda config: channel_scaled_codecs(config, 4),
 }
+
+
+def on_the_cpu(name: str, config: PreTrainedConfig, **more: Any) -> HybridCache:
+    if name == "quantized_auto":  # chooses its codecs itself
+        return QuantizedHybridCache(config, 4, cpu_decode=True, **more)
+    return HybridCache(config, Placement(cpu_decode=True), codec=CODECS[name](config), **more)
+
+
+CACHES = {name: partial(on_the_cpu, name) for name in (*CODECS, "quantized_auto")}
+
+
+def plain(name: str, config: PreTrainedConfig) -> DynamicCache:
+    return quantized_reference(config, CODECS[name](config))
 
 
 @pytest.fixture(params=[2, 3])
@@ -100,133 +117,56 @@ def test_tokens_and_logits_are_those_of_one_process(
                 assert is_off.float().mean() < 0.05
 
 
-class TwoCaches:
-    """A shared cache and that of one process, to which the same is done at random."""
+class ShardedMachine(CacheMachine):
+    """A machine on a cache that processes share: each of them runs it, and draws the same."""
 
-    def __init__(self, name: str, seed: int):
-        self.random = random.Random(seed)
-        self.torch_random = torch.Generator().manual_seed(seed)
-        self.dtype = self.random.choice([torch.float32, torch.bfloat16])
-        self.heads, self.query_heads, self.key_dim = 2, 4, self.random.choice([16, 32])
-        self.value_dim = self.random.choice([self.key_dim, 48])
-        if name == "quantized_balanced":
-            self.key_dim = self.value_dim = 16
-        self.batch = self.random.choice([1, 2])
-        config = LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=8,
-        )
-        self.config, self.name = config, name
-        self.caches: list[HybridCache] = [shared(name, config), CACHES[name](config)]
+    def least_bytes(self) -> int:
+        return 0  # the others hold the rest
 
-    def states(self, tokens: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(self.batch, heads, tokens, dim, generator=self.torch_random).to(self.dtype)
-
-    def update(self) -> None:
-        tokens = self.random.choice([1, 1, 2, 20, 63, 64, 70, 130, 300])
-        for layer in range(2):
-            keys = self.states(tokens, self.heads, self.key_dim)
-            values = self.states(tokens, self.heads, self.value_dim)
-            query = self.states(tokens, self.query_heads, self.key_dim)
-            length = self.caches[0].get_seq_length(layer) + tokens
-            mask = self.mask(tokens, length)
-            ours, theirs = (
-                scaled_dot_product_attention(
-                    query, *cache.update(keys, values, layer), attn_mask=mask, enable_gqa=True
-                ).float()
-                for cache in self.caches
-            )
-            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
-
-    def mask(self, tokens: int, length: int) -> torch.Tensor | None:
-        seen = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
-        seen = seen & (torch.rand(self.batch, 1, tokens, length, generator=self.torch_random) < 0.9)
-        seen[..., length - tokens] = True
-        kind = self.random.choice(["none", "seen", "added"])
-        if kind == "none":
-            return None
-        return seen if kind == "seen" else torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
-
-    def crop(self) -> None:
-        count = self.random.choice([1, 5, 64, 100, 400])
-        for cache in self.caches:
-            cache.crop(-count)
-
-    def reorder(self) -> None:
-        indices = torch.randint(0, self.batch, (self.batch,), generator=self.torch_random)
-        for cache in self.caches:
-            cache.reorder_cache(indices)
-
-    def repeat(self) -> None:
-        if self.batch < 4:
-            indices = torch.arange(self.batch).repeat_interleave(2)
-            self.batch *= 2
-            ours, theirs = self.caches
-            ours.batch_repeat_interleave(2)
-            theirs.batch_select_indices(indices)  # one process would share a prompt, and a group copies it
-
-    def select(self) -> None:
-        for cache in self.caches:
-            cache.batch_select_indices(torch.tensor([self.batch - 1]))
-        self.batch = 1
-
-    def reset(self) -> None:
-        if self.random.random() < 0.3:
-            for cache in self.caches:
-                cache.reset()
-
-    def copied(self) -> None:
-        self.caches = [copy.deepcopy(cache) for cache in self.caches]
-
-    def to(self) -> None:
-        if self.dtype == torch.bfloat16:  # to bfloat16 and back would lose something
-            self.dtype = torch.float32
-            for cache in self.caches:
-                cache.to("cpu", torch.float32)
-
-    def saved(self) -> None:
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(verify=st.booleans())
+    def save_and_load(self, verify: bool) -> None:
+        """The file of a shared cache is that of one process, and the other way round."""
         with tempfile.TemporaryDirectory() as folder:
-            alone = Path(folder) / "alone.kv"
             together = [os.fspath(Path(folder) / "together.kv")]
             distributed.broadcast_object_list(together)
-            ours, theirs = self.caches
-            ours.save(together[0])
-            theirs.save(alone)
-            assert Path(together[0]).read_bytes() == alone.read_bytes()
-            dtype, verify = self.dtype, self.random.choice([True, False])
-            group = distributed.group.WORLD
-            self.caches[1] = HybridCache.load(together[0], self.config, dtype=dtype)
-            self.caches[0] = HybridCache.load(alone, self.config, dtype=dtype, group=group, verify=verify)
+            self.ours.save(together[0])
+            alone = HybridCache.load(together[0], self.setup.config)
+            alone.save(Path(folder) / "alone.kv")
+            assert Path(folder, "alone.kv").read_bytes() == Path(together[0]).read_bytes()
+            world = distributed.group.WORLD
+            self.ours = HybridCache.load(Path(folder) / "alone.kv", self.setup.config, group=world, verify=verify)
             distributed.barrier()
 
-    def compare(self) -> None:
-        for ours, theirs in zip(self.caches[0].layers, self.caches[1].layers, strict=True):
-            assert ours.get_seq_length() == theirs.get_seq_length()
-            assert ours.is_initialized == theirs.is_initialized
-            if ours.is_initialized:
-                assert torch.equal(ours.keys, theirs.keys)
-                assert torch.equal(ours.values, theirs.values)
+    def teardown(self) -> None:
+        error = sys.exception()
+        if isinstance(error, Exception) and not isinstance(error, HypothesisException):
+            raise KeyboardInterrupt from error  # Hypothesis would try it again, which the others would wait for
+        if hasattr(self, "held") and error is None and self.num_tokens:
+            self.save_and_load(verify=True)
+        super().teardown()
 
 
-def do_at_random(name: str, seed: int) -> int:
-    set_integer_kernels(False)
-    two = TwoCaches(name, seed)
-    others = [two.crop, two.reorder, two.repeat, two.select, two.reset, two.copied, two.to, two.saved]
-    for _ in range(25):
-        two.random.choice([two.update, two.update, two.update, *others])()
-        two.compare()
-    return two.caches[0].get_seq_length()
+def at_random(name: str) -> None:
+    # Factors of channels are for the heads of the config.
+    sizes = {"num_kv_heads": 4, "group": 1} if name == "quantized_balanced" else {"key_dim": 16, "value_dim": 48}
+    setup = Setup(makers=(partial(shared, name), partial(plain, name)), num_layers=2, integer_kernels=False, **sizes)
+    # All draw the same.
+    options = {"stateful_step_count": 25, "derandomize": True, "database": None, "phases": [Phase.generate]}
+    machine = type(
+        "Machine", (ShardedMachine,), {"setups": st.sampled_from([setup, replace(setup, dtype=torch.bfloat16)])}
+    )
+    try:
+        run_state_machine_as_test(machine, settings=settings(search_at_random(25, 100), deadline=None, **options))
+    except KeyboardInterrupt as interrupt:
+        raise AssertionError("A step failed.") from interrupt
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@pytest.mark.parametrize("seed", slow_but([0], range(4)))
-@pytest.mark.parametrize("name", CACHES)
-def test_shared_cache_when_any_operations_then_equals_one_process(name: str, seed: int, group: Group):
-    assert len(set(group.call(do_at_random, name, seed))) == 1
+@pytest.mark.parametrize("name", ["dynamic", "quantized_8", "quantized_2", "quantized_balanced"])
+def test_shared_cache_when_any_operations_then_equals_plain_cache(name: str, group: Group):
+    group.call(at_random, name)
 
 
 def filled(cache: HybridCache) -> tuple[int, int, str]:
@@ -264,27 +204,21 @@ def test_attention_that_asks_for_the_states_gets_those_of_all_processes(group: G
         assert torch.equal(answer[0], expected[0])
 
 
-def converted(name: str, num_tokens: int) -> list[bool]:
+def converted(name: str) -> list[bool]:
     """Convert a cache to another type; return for each layer whether it holds the same states."""
-    config = tiny_model("llama").config
-    generator = torch.Generator().manual_seed(0)
-    cache = shared(name, config)
-    shape = 1, config.num_key_value_heads, num_tokens, config.head_dim
-    for index in range(config.num_hidden_layers):
-        cache.update(*(torch.randn(shape, generator=generator).bfloat16() for _ in range(2)), index)
+    cache = shared(name, tiny_model("llama").config)
+    for index in range(4):
+        states = torch.randn(2, 1, 2, 363, 16, generator=torch.Generator().manual_seed(index)).bfloat16()
+        cache.update(*states, index)
     before = [layer.keys for layer in cache.layers]
     cache.to("cpu", torch.float32)
-    return [
-        torch.equal(layer.keys.bfloat16(), keys) and layer.keys.dtype == torch.float32
-        for layer, keys in zip(cache.layers, before, strict=True)
-    ]
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.float32}
+    return [torch.equal(layer.keys.bfloat16(), keys) for layer, keys in zip(cache.layers, before, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "quantized_8", "quantized_2"])
-@pytest.mark.parametrize("num_tokens", [107, 363, 500])
-def test_shared_cache_when_converted_then_holds_the_same(name: str, num_tokens: int, group: Group):
-    for answer in group.call(converted, name, num_tokens):
-        assert all(answer)
+@pytest.mark.parametrize("name", ["quantized_8", "quantized_2"])
+def test_quantized_cache_when_converted_then_holds_the_same(name: str, group: Group):
+    assert group.call(converted, name) == [[True] * 4] * len(group.pipes)
 
 
 def sampled_with_other_logits() -> list[list[int]]:

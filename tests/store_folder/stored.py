@@ -6,7 +6,9 @@ Prompts with states that tell what they belong to; without torch, so that proces
     check_whole(path)                 # nothing is damaged or left over, and database and files agree
 """
 
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -142,6 +144,13 @@ def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> T
     cut = random.choice((random.randint(0, len(before)), random.randint(0, len(before)) // BLOCK * BLOCK))
     length = random.choice((1, 2, BLOCK, random.randint(1, longest)))
     return before[:cut] + tuple(random.randrange(3) for _ in range(length))
+
+
+def execute(database: Path, *statements: str) -> None:
+    """Change a database, or make one."""
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
 
 
 def bytes_of_nodes(path: Path) -> int:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from store_folder.stored import (
     add,
     all_found,
     check_whole,
+    execute,
     keep,
     keys_of,
     num_found,
@@ -101,12 +103,6 @@ if sys.platform == "linux":
 
 
 # --- what happens to the database
-
-
-def execute(database: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
-        for statement in statements:
-            connection.execute(statement)
 
 
 def empty_beside_a_hot_journal(database: Path) -> None:
@@ -219,16 +215,17 @@ def to_file(harm: Callable[[Path], object], has_database: bool) -> Harm:
     return Harm(act, REMOVED, [0, 0, 100])
 
 
-def swap(path: Path) -> None:
+def to_database(harm: Callable[[Path], object], path: Path) -> None:
+    harm(database_of(path))
+
+
+def swap(path: Path, has_database: bool) -> None:
     one, other = file_of(path, FIRST), file_of(path, THIRD)
     one.rename(path / "between")
     other.rename(one)
     (path / "between").rename(other)
-
-
-def swap_and_lose_the_database(path: Path) -> None:
-    swap(path)
-    database_of(path).unlink()
+    if not has_database:
+        database_of(path).unlink()
 
 
 def copy_that_of_another_model(path: Path) -> None:
@@ -239,24 +236,20 @@ def copy_that_of_another_model(path: Path) -> None:
     database_of(path).unlink()
 
 
-def remove_by_hand(path: Path) -> None:
-    file_of(path, FIRST).unlink()
-    open_folder(path)
-
-
 HARMS = {
     **{f"file: {name}": to_file(act, True) for name, act in FILES.items()},
     **{f"file and no database: {name}": to_file(act, False) for name, act in FILES.items()},
-    **{
-        f"database: {name}": Harm(lambda path, act=act: act(database_of(path)), MADE_AGAIN)
-        for name, act in DATABASES.items()
-    },
-    **{f"head: {at}": Harm(lambda path, head=head: write_node(path, **head), REMOVED) for at, head in enumerate(HEADS)},
-    "swapped": Harm(swap, REMOVED, [0, 0, 0]),
+    **{f"database: {name}": Harm(partial(to_database, act), MADE_AGAIN) for name, act in DATABASES.items()},
+    **{f"head: {at}": Harm(partial(write_node, **head), REMOVED) for at, head in enumerate(HEADS)},
+    "swapped": Harm(partial(swap, has_database=True), REMOVED, [0, 0, 0]),
     # An end has lost its beginning.
-    "swapped and no database": Harm(swap_and_lose_the_database, MADE_AGAIN, [300, 200, 100]),
+    "swapped and no database": Harm(partial(swap, has_database=False), MADE_AGAIN, [300, 200, 100]),
     "of another model": Harm(copy_that_of_another_model, MADE_AGAIN, [0, 0, 100]),
-    "removed by hand": Harm(remove_by_hand, "lacks files. 1 that continue them were removed", [0, 0, 100]),
+    "removed by hand": Harm(
+        lambda path: [file_of(path, FIRST).unlink(), open_folder(path)],
+        "lacks files. 1 that continue them were removed",
+        [0, 0, 100],
+    ),
 }
 
 
@@ -269,14 +262,10 @@ def listed(user: Folder) -> dict[str, str]:
 def test_folder_when_harmed_then_what_is_left_is_right(harm: str, filled: Path):
     user, (act, told, left) = open_folder(filled), HARMS[harm]
     before = listed(user)
-
-    def look() -> dict[str, str]:
+    with pytest.warns(UserWarning, match=told):  # noqa: PT031
         act(filled)
         all_found(user)
-        return user.damages()
-
-    with pytest.warns(UserWarning, match=told):
-        assert look() == {}
+        assert user.damages() == {}
     for each in (user, open_folder(filled)):
         assert all_found(each) == left
         here = {file.stem for file in (filled / "nodes").iterdir()}

@@ -1,14 +1,13 @@
-"""A database that others changed: nothing hangs, foreign ones stay, and what it lost or forgot, the files have."""
+"""A database that others changed: nothing hangs, and what it lost or forgot, the files have."""
 
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError, PrefixStoreFolderError
+from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError
 from hf_hybrid_cache.prefix_store.keys import as_bytes, prefix_digests
 
 from store_folder.stored import (
@@ -19,12 +18,12 @@ from store_folder.stored import (
     THIRD,
     all_found,
     check_whole,
+    execute,
     keep,
     keys_of,
     num_found,
     open_folder,
 )
-from store_folder.test_damage import execute
 
 
 @pytest.fixture
@@ -66,38 +65,6 @@ def test_rows_when_parents_are_in_no_order_then_nothing_hangs(parents: dict[int,
             user.keys(f"{own_id:032x}")
         assert num_found(user, FIRST) == len(FIRST)
         user.remove(f"{own_id:032x}")
-
-
-def be_of_another_program(database: Path) -> None:
-    database.unlink()
-    execute(database, "CREATE TABLE letter (text)")
-
-
-def be_of_the_format_before(database: Path) -> None:
-    database.rename(database.with_name("index"))
-    (database.parent / "lock").write_bytes(b"A store of prompts of hf_hybrid_cache, version 1\n")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (
-            lambda database: execute(database, "PRAGMA user_version = 3"),
-            "is a prefix store of version 3, and this one is 2: give another folder",
-        ),
-        (be_of_another_program, "has prompts.sqlite of another program: give another folder"),
-        (be_of_the_format_before, "is a store of an earlier version, which this one does not read"),
-    ],
-)
-def test_folder_of_another_kind_is_refused_and_stays(change: Callable[[Path], None], reason: str, database: Path):
-    known = open_folder(database.parent)
-    change(database)
-    before = {each: each.is_file() and each.read_bytes() for each in database.parent.rglob("*")}
-    uses = (known.entries, known.damages, lambda: keep(known, (1,))) if database.exists() else ()
-    for use in (lambda: open_folder(database.parent), *uses):
-        with pytest.raises(PrefixStoreFolderError, match=reason):
-            use()
-    assert {each: each.is_file() and each.read_bytes() for each in database.parent.rglob("*")} == before
 
 
 def test_database_when_it_claims_more_than_memory_then_is_read(database: Path):

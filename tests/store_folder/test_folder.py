@@ -1,10 +1,11 @@
-"""A folder keeps prompts and finds them, within limits, and leaves alone what others have there."""
+"""A folder keeps prompts and finds them, within limits, and refuses and leaves alone what is not its own."""
 
 import itertools
 import math
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from hf_hybrid_cache.prefix_store.folder import Folder
 
 from store_folder.stored import (
     BLOCK,
+    FIRST,
     IDENTITY,
     Tokens,
-    add,
     bytes_of_nodes,
+    execute,
     keep,
     keys_of,
     num_found,
@@ -26,75 +28,10 @@ from store_folder.stored import (
     section_of,
 )
 
-PROMPT = tuple(range(5000))
-
-
-def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
-    folder = open_folder(path)
-    with pytest.raises(KeyError, match="of the caller"):
-        add(folder, PROMPT, 0, meanwhile=lambda: {}["of the caller"])
-    assert folder.entries() == []
-    assert bytes_of_nodes(path) == 0
-
-
-def test_list_has_what_was_added_and_the_last_used_first(path: Path):
-    folder = open_folder(path)
-    for number in range(3):
-        folder.add(IDENTITY, keys_of((number,) * 70), 0, [section_of(bytes(number))], f"{number}")
-    folder.find(IDENTITY, keys_of((1,))).close()
-    entries = folder.entries()
-    assert [entry.description for entry in entries] == ["1", "2", "0"]
-    assert {(entry.node.parent, entry.node.start, entry.node.end) for entry in entries} == {(None, 0, 70)}
-
-
-def test_prompt_when_removed_then_what_another_continues_stays(path: Path):
-    folder = open_folder(path)
-    for tokens in (PROMPT[:200], PROMPT[:500], PROMPT[:1000], (*PROMPT[:200], 7)):
-        keep(folder, tokens)
-    names = {entry.node.end: entry.node.name for entry in folder.entries()}
-    with folder.find(IDENTITY, keys_of(PROMPT)), pytest.raises(NodeInUseError):
-        folder.remove_unshared(names[1000])
-    with folder.find(IDENTITY, keys_of((*PROMPT[:200], 7))), pytest.raises(NodeInUseError):
-        folder.remove(names[200])
-    assert len(folder.entries()) == 4
-    for name, except_tokens in (("0" * 32, 0), (names[1000], 1000), (names[200], 0)):
-        folder.remove_unshared(name, except_tokens)
-    assert num_found(folder, PROMPT) == 1000
-    folder.remove_unshared(names[1000])
-    assert num_found(folder, PROMPT) == 200
-    folder.remove_unshared(names[201], except_tokens=200)
-    assert [entry.node.name for entry in folder.entries()] == [names[200]]
-
-
-@pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to("nowhere")])
-def test_path_that_is_no_folder_is_refused(make: Callable[[Path], Any], path: Path):
-    make(path)
-    with pytest.raises(PrefixStoreFolderError, match="cannot be used as a store"):
-        open_folder(path)
-
-
-def test_folder_when_moved_away_then_says_so(path: Path):
-    folder = open_folder(path)
-    path.rename(path.with_name("elsewhere"))
-    with pytest.raises(PrefixStoreFolderError, match="cannot be read"):
-        folder.find(IDENTITY, keys_of(PROMPT))
-    assert not path.exists()
-
-
-def test_working_directory_when_changed_then_the_store_stays(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(path.parent)
-    user = open_folder(Path(path.name))
-    monkeypatch.chdir("/")
-    assert keep(user, PROMPT)
-    assert num_found(open_folder(path), PROMPT) == 5000
-
-
-# Limits hold before a byte is written, and the right nodes go first
-
 NODE_BYTES = 8644  # of a head, keys, states and a checksum
 
 
-def fill(
+def add(
     folder: Folder,
     tokens: Tokens,
     start: int = 0,
@@ -103,7 +40,7 @@ def fill(
 ) -> str:
     """Add a node whose file has `NODE_BYTES`, or as many more as its states."""
     num_bytes += 448 - 64 * math.ceil(len(tokens[start:]) / 16)
-    return folder.add(IDENTITY, keys_of(tokens), start, [section_of(bytes(num_bytes), meanwhile)])
+    return folder.add(IDENTITY, keys_of(tokens), start, [section_of(bytes(num_bytes), meanwhile)], f"{tokens[start]}")
 
 
 def one(number: int) -> Tokens:
@@ -140,57 +77,95 @@ def test_store_when_two_must_go_then_a_node_goes_after_its_children(
     folder = open_folder(path, 4 * NODE_BYTES)
     prompts = [one(0), one(0) + one(1), one(0) + one(2), one(3)]
     for tokens, start in zip(prompts, (0, BLOCK, BLOCK, 0), strict=True):
-        fill(folder, tokens, start)
+        add(folder, tokens, start)
     for tokens, second in reversed([*zip(prompts, seconds, strict=True)]):
         use_at(folder, tokens, second)
-    fill(folder, one(4), num_bytes=3 * 4096)
+    add(folder, one(4), num_bytes=3 * 4096)
     assert found(folder, *prompts) == left
 
 
-def test_prompt_larger_than_the_limit_is_refused_and_nothing_goes(path: Path):
-    folder = open_folder(path, 3 * NODE_BYTES)
-    fill(folder, one(0))
-    with pytest.raises(PrefixStoreFullError, match=r"has no room for 0\.00 GiB more: .* Raise max_bytes"):
-        fill(folder, one(1), num_bytes=3 * NODE_BYTES)
-    assert found(folder, one(0)) == [100]
-    assert bytes_of_nodes(path) == NODE_BYTES
+@pytest.mark.parametrize("again", [add, found])
+def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
+    again: Callable[[Folder, Tokens], object], path: Path
+):
+    folder, both = open_folder(path, 3 * NODE_BYTES), one(0) + one(1)
+    for tokens, start in ((one(0), 0), (both, BLOCK), (one(2), 0)):
+        add(folder, tokens, start)
+    for tokens, seconds in ((both, 1), (one(0), 1), (one(2), 2)):
+        use_at(folder, tokens, seconds)
+    again(folder, both)
+    entries = folder.entries()
+    assert entries[-1].description == "2"  # what was used last comes first
+    assert all(entry.last_use > 2 for entry in entries[:-1])
+    add(folder, one(3))
+    assert found(folder, both, one(2), one(3)) == [200, 0, 100]
 
 
 def test_prompts_being_written_count_before_they_are_there(path: Path):
     folder, other = open_folder(path, 2 * NODE_BYTES), open_folder(path, 2 * NODE_BYTES)
 
     def meanwhile() -> None:
-        assert fill(other, one(1))
+        assert add(other, one(1))
         with pytest.raises(PrefixStoreFullError):
-            fill(other, one(2), num_bytes=2 * 4096)
+            add(other, one(2), num_bytes=2 * 4096)
 
-    fill(folder, one(0), meanwhile=meanwhile)
+    add(folder, one(0), meanwhile=meanwhile)
     assert bytes_of_nodes(path) == 2 * NODE_BYTES
 
 
-@pytest.mark.parametrize("max_bytes", [None, 2**62])
-def test_disk_keeps_its_free_bytes(max_bytes: int | None, path: Path):
-    free = shutil.disk_usage(path.parent).free
-    folder = Folder(path, max_bytes=max_bytes, min_free_bytes=free + 2**40)
-    with pytest.raises(PrefixStoreFullError, match="GiB stay free"):
-        fill(folder, one(0))
+@pytest.mark.parametrize(
+    ("max_bytes", "min_free_bytes", "reason"),
+    [
+        (3 * NODE_BYTES, 0, r"has no room for 0\.00 GiB more: .* Raise max_bytes"),
+        (None, 2**60, "GiB stay free"),
+        (2**62, 2**60, "GiB stay free"),
+    ],
+)
+def test_prompt_without_room_is_refused_and_nothing_goes(
+    max_bytes: int | None, min_free_bytes: int, reason: str, path: Path
+):
+    add(open_folder(path), one(0))
+    folder = Folder(path, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+    with pytest.raises(PrefixStoreFullError, match=reason):
+        add(folder, one(1), num_bytes=3 * NODE_BYTES)
+    assert found(folder, one(0)) == [100]
+    assert bytes_of_nodes(path) == NODE_BYTES
+
+
+def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
+    folder = open_folder(path)
+    with pytest.raises(KeyError, match="of the caller"):
+        add(folder, one(0), meanwhile=lambda: {}["of the caller"])
+    assert folder.entries() == []
     assert bytes_of_nodes(path) == 0
 
 
-@pytest.mark.parametrize("again", [fill, found])
-def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
-    again: Callable[[Folder, Tokens], object], path: Path
-):
-    folder = open_folder(path, 3 * NODE_BYTES)
-    fill(folder, one(0))
-    fill(folder, one(0) + one(1), BLOCK)
-    fill(folder, one(2))
-    for tokens in (one(0) + one(1), one(0)):
-        use_at(folder, tokens, 1)
-    again(folder, one(0) + one(1))
-    assert all(entry.last_use > 1 for entry in folder.entries())
-    fill(folder, one(3))
-    assert found(folder, one(0) + one(1), one(2), one(3)) == [200, 0, 100]
+def test_prompt_when_removed_then_what_another_continues_stays(path: Path):
+    folder, tokens = open_folder(path), tuple(range(1000))
+    for prompt in (tokens[:200], tokens[:500], tokens, (*tokens[:200], 7)):
+        keep(folder, prompt)
+    names = {entry.node.end: entry.node.name for entry in folder.entries()}
+    with folder.find(IDENTITY, keys_of(tokens)), pytest.raises(NodeInUseError):
+        folder.remove_unshared(names[1000])
+    for name, except_tokens in (("0" * 32, 0), (names[1000], 1000), (names[200], 0)):
+        folder.remove_unshared(name, except_tokens)
+    assert num_found(folder, tokens) == 1000
+    folder.remove_unshared(names[1000])
+    assert num_found(folder, tokens) == 200
+    folder.remove_unshared(names[201], except_tokens=200)
+    assert [entry.node.name for entry in folder.entries()] == [names[200]]
+
+
+def test_store_stays_when_the_working_directory_changes_and_may_go(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(path.parent)
+    user = open_folder(Path(path.name))
+    monkeypatch.chdir("/")
+    assert keep(user, FIRST)
+    assert num_found(open_folder(path), FIRST) == 300
+    path.rename(path.with_name("elsewhere"))
+    with pytest.raises(PrefixStoreFolderError, match="cannot be read"):
+        num_found(user, FIRST)
+    assert not path.exists()
 
 
 # Files of others, of processes that have ended, links and owners
@@ -214,24 +189,12 @@ def test_files_of_others_when_in_a_store_then_stay(path: Path):
     (path / "nodes" / f"{NAME}.safetensors").mkdir()
     before = contents(path / "nodes") | contents(path / "unfinished")
     (path / "unfinished" / NAME).write_text("left by a process that has ended")
-    assert keep(open_folder(path), PROMPT[:3])
+    assert keep(open_folder(path), FIRST)
     (path / "prompts.sqlite").unlink()
-    assert num_found(open_folder(path), PROMPT[:3]) == 3
+    assert num_found(open_folder(path), FIRST) == 300
     after = contents(path / "nodes") | contents(path / "unfinished")
     assert before.items() <= after.items()
     assert len(after) == len(before) + 1
-
-
-def test_folder_with_other_files_is_refused_and_stays(path: Path):
-    path.mkdir(0o755)
-    (path / "letter.txt").write_text("Dear")
-    with pytest.raises(PrefixStoreFolderError, match=r"is no store and has other files \(letter.txt\)"):
-        open_folder(path)
-    assert [each.name for each in path.iterdir()] == ["letter.txt"]
-    assert path.stat().st_mode & 0o777 == 0o755
-    (path / "letter.txt").unlink()
-    assert keep(open_folder(path), PROMPT[:3])
-    assert path.stat().st_mode & 0o777 == 0o700
 
 
 def link(path: Path) -> None:
@@ -255,21 +218,70 @@ def of_another_user(path: Path) -> None:
     os.chown(path, 12345, 12345)
 
 
+def of_another_program(path: Path) -> None:
+    (path / "prompts.sqlite").unlink()
+    execute(path / "prompts.sqlite", "CREATE TABLE letter (text)")
+
+
+def of_the_format_before(path: Path) -> None:
+    (path / "prompts.sqlite").rename(path / "index")
+    (path / "lock").write_bytes(b"A store of prompts of hf_hybrid_cache, version 1\n")
+
+
+def in_place_of_the_folder(make: Callable[[Path], object], path: Path) -> None:
+    shutil.rmtree(path)
+    make(path)
+
+
+def folder_of_letters(path: Path) -> None:
+    path.mkdir(0o755)
+    (path / "letter.txt").write_text("Dear")
+
+
+def part(name: str, change: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda path: change(path / name)
+
+
+REASON = "has {}, which is a link, something else, or of another user|unable to open database file"
+PARTS = [
+    *itertools.product(["unfinished", "nodes", "prompts.sqlite"], [link, something_else, of_another_user]),
+    ("prompts.sqlite-journal", link),
+]
+# What happens to a store, and what is told then.
+REFUSED: list[tuple[Callable[[Path], Any], str]] = [
+    *((part(name, change), REASON.format(name)) for name, change in PARTS),
+    *(
+        (partial(in_place_of_the_folder, make), reason)
+        for make, reason in (
+            (lambda path: path.write_text(""), "cannot be used as a store"),
+            (lambda path: path.symlink_to("nowhere"), "cannot be used as a store"),
+            (folder_of_letters, r"is no store and has other files \(letter.txt\)"),
+        )
+    ),
+    (
+        lambda path: execute(path / "prompts.sqlite", "PRAGMA user_version = 3"),
+        "is a prefix store of version 3, and this one is 2: give another folder",
+    ),
+    (of_another_program, "has prompts.sqlite of another program: give another folder"),
+    (of_the_format_before, "is a store of an earlier version, which this one does not read"),
+]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="makes links")
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        *itertools.product(["unfinished", "nodes", "prompts.sqlite"], [link, something_else, of_another_user]),
-        ("prompts.sqlite-journal", link),
-    ],
-)
-def test_part_of_a_store_when_not_ours_then_refused_and_unchanged(
-    name: str, change: Callable[[Path], None], path: Path
-):
-    keep(open_folder(path), PROMPT[:3])
-    change(path / name)
-    before = contents(path.parent)
-    reason = f"has {name}, which is a link, something else, or of another user|unable to open database file"
-    with pytest.raises(PrefixStoreFolderError, match=reason):
-        open_folder(path)
-    assert contents(path.parent) == before
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_folder_that_is_not_ours_is_refused_and_stays(change: Callable[[Path], Any], reason: str, path: Path):
+    known = open_folder(path)
+    keep(known, FIRST)
+    change(path)
+    before = contents(path.parent), path.lstat().st_mode
+    is_read = "give another" in reason  # by who has opened it before, too
+    for use in (partial(open_folder, path), *((known.entries, known.damages, partial(keep, known, (1,))) * is_read)):
+        with pytest.raises(PrefixStoreFolderError, match=reason):
+            use()
+    assert (contents(path.parent), path.lstat().st_mode) == before
+
+
+def test_folder_that_is_empty_becomes_private(path: Path):
+    path.mkdir(0o755)
+    assert keep(open_folder(path), FIRST)
+    assert path.stat().st_mode & 0o777 == 0o700

@@ -1,14 +1,13 @@
-"""Several processes and threads on one folder, some of which end in the middle of something."""
+"""Several processes and threads on one folder, of which one is killed, holds the lock, or gets no locks."""
 
 import contextlib
 import errno
-import os
 import signal
 import sqlite3
-import subprocess
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +23,6 @@ from hf_hybrid_cache.prefix_store.errors import (
 )
 from hf_hybrid_cache.prefix_store.folder import Folder
 
-from common.programs import command, environment
 from common.soak import budget, count
 from store_folder.stored import (
     IDENTITY,
@@ -42,59 +40,9 @@ from store_folder.stored import (
 )
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks of the system, and signals")
+SPAWN = get_context("spawn")
 MAX_BYTES = 60_000
 PROMPT: Tokens = tuple(range(200))
-
-
-class User:
-    """
-    A process that calls a function of this module with the folder; told by a line, and telling by lines.
-
-        with User(path, read_slowly) as user:
-            assert user.tells() == "200"
-            user.is_told()
-    """
-
-    def __init__(self, path: Path, function: Any, *arguments: Any):
-        given = ", ".join(map(repr, (str(path), *arguments)))
-        program = f"from store_folder import test_processes as t; t.{function.__name__}({given})"
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command(program), env=environment(), stdin=pipe, stdout=pipe, text=True)
-
-    def __enter__(self) -> "User":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.end()
-
-    def tells(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def is_told(self) -> None:
-        print(file=self.process.stdin, flush=True)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def tell(what: object) -> None:
-    print(what, flush=True)
-
-
-def use_at_random(path: str, seed: int, steps: int) -> None:
-    """Use a folder by two threads, and tell of each step when it is done."""
-    user = open_folder(Path(path), MAX_BYTES)
-
-    def use(own_seed: int) -> None:
-        random = Random(own_seed)
-        for number in range(steps // 2):
-            step(user, random)
-            tell(number)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(use, (seed, seed + 100)))
 
 
 def step(user: Folder, random: Random) -> None:
@@ -115,56 +63,57 @@ def step(user: Folder, random: Random) -> None:
             user.remove(random.choice(entries).node.name)
 
 
+def use_at_random(path: Path, seed: int, steps: int, done: Any) -> None:
+    """Use a folder by two threads; each step that is done releases a semaphore."""
+    user = open_folder(path, MAX_BYTES)
+
+    def use(own_seed: int) -> None:
+        random = Random(own_seed)
+        for _ in range(steps // 2):
+            step(user, random)
+            done.release()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, (seed, seed + 100)))
+
+
 @pytest.mark.soak
 def test_processes_with_threads_when_one_is_killed_then_all_is_right(path: Path):
-    steps = budget(500, 5000)
-    with contextlib.ExitStack() as stack:
-        lost, *others = [stack.enter_context(User(path, use_at_random, seed, steps)) for seed in range(3)]
-        for _ in range(20):
-            lost.tells()
-        lost.end()
-        for user in others:
-            assert user.process.wait(timeout=600) == 0
-        assert lost.process.returncode == -signal.SIGKILL
+    steps, done = budget(500, 5000), [SPAWN.Semaphore(0) for _ in range(3)]
+    users = [SPAWN.Process(target=use_at_random, args=(path, seed, steps, done[seed])) for seed in range(3)]
+    for user in users:
+        user.start()
+    for _ in range(20):
+        assert done[0].acquire(timeout=600)
+    users[0].kill()
+    for user in users:
+        user.join(600)
+    assert [user.exitcode for user in users] == [-signal.SIGKILL, 0, 0]
     check_whole(path)
     assert bytes_of_nodes(path) <= MAX_BYTES
     count("steps of processes on one prefix store", 2 * steps)
 
 
-def find_when_told(path: str) -> None:
-    user = open_folder(Path(path))
+def found_with_warnings(path: Path) -> int:
     warnings.simplefilter("ignore")
-    while True:
-        tell(num_found(user, PROMPT))
-        input()
+    return num_found(open_folder(path), PROMPT)
 
 
 @pytest.mark.soak
 def test_database_when_damaged_then_several_processes_make_it_again(path: Path):
     keep(open_folder(path), PROMPT)
-    with contextlib.ExitStack() as stack:
-        users = [stack.enter_context(User(path, find_when_told)) for _ in range(3)]
+    with ProcessPoolExecutor(3, SPAWN) as pool:
         for number in range(budget(200, 5000)):
-            assert [each.tells() for each in users] == ["200"] * 3, number
+            assert [*pool.map(found_with_warnings, [path] * 3)] == [200] * 3, number
             (path / "prompts.sqlite").write_bytes(b"x" * 5000 * (number % 2))
-            for each in users:
-                each.is_told()
-
-
-def hold_lock(path: str, how: str) -> None:
-    """Stop within a transaction."""
-    with contextlib.closing(sqlite3.connect(Path(path, "prompts.sqlite"))) as connection:
-        connection.execute(f"BEGIN {how}")
-        tell("locked")
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("how", ["IMMEDIATE", "EXCLUSIVE"])
-def test_process_that_is_stopped_with_the_lock_is_told_of(how: str, path: Path):
+def test_lock_that_another_holds_for_too_long_is_told_of(how: str, path: Path):
     user = open_folder(path, lock_seconds=0.05)
     keep(user, PROMPT)
-    with User(path, hold_lock, how) as other:
-        assert other.tells() == "locked"
+    with contextlib.closing(sqlite3.connect(path / "prompts.sqlite")) as other:
+        other.execute(f"BEGIN {how}")
         with pytest.raises(PrefixStoreFolderError, match=r"locked by another process for 0\.05 s"):
             keep(user, (*PROMPT, 1))
         if how == "IMMEDIATE":
@@ -172,47 +121,17 @@ def test_process_that_is_stopped_with_the_lock_is_told_of(how: str, path: Path):
     assert keep(user, (*PROMPT, 1))
 
 
-def read_slowly(path: str) -> None:
-    """Use a prompt until told to end."""
-    with found(open_folder(Path(path)), PROMPT) as match:
-        tell(match.num_tokens)
-        input()
-
-
-def test_process_that_reads_keeps_its_prompt_until_it_ends(path: Path):
-    user = open_folder(path)
-    keep(user, PROMPT)
-    name = user.entries()[0].node.name
-    with User(path, read_slowly) as other:
-        assert other.tells() == "200"
-        with pytest.raises(NodeInUseError):
-            user.remove(name)
-    user.remove(name)
-
-
-def write_slowly(path: str) -> None:
-    """Keep a prompt, but wait in the middle until told to go on; tell the name."""
-
-    def wait() -> None:
-        tell("writing")
-        input()
-
-    tell(add(open_folder(Path(path)), PROMPT, 0, meanwhile=wait))
-
-
 def test_prompt_when_kept_by_two_at_once_then_is_there_once(path: Path):
-    with User(path, write_slowly) as other, User(path, write_slowly) as lost:
-        assert other.tells() == lost.tells() == "writing"
+    names: list[str] = []
+
+    def meanwhile() -> None:
         assert num_found(open_folder(path), PROMPT) == 0
-        lost.end()
-        assert keep(open_folder(path), PROMPT)
-        (unfinished,) = (path / "unfinished").iterdir()
-        other.is_told()
-        (file,) = (path / "nodes").iterdir()
-        assert other.tells() == file.stem != unfinished.name
-        assert other.process.wait() == 0
+        names.append(add(open_folder(path), PROMPT, 0))
+        assert len([*(path / "unfinished").iterdir()]) == 1
+
+    assert [add(open_folder(path), PROMPT, 0, meanwhile=meanwhile)] == names
     check_whole(path)
-    assert [*(path / "nodes").iterdir()] == [file]
+    assert [file.stem for file in (path / "nodes").iterdir()] == names
 
 
 def test_folder_without_locks_still_finds_what_is_right(path: Path, monkeypatch: pytest.MonkeyPatch):
