@@ -11,8 +11,10 @@ import torch
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
+from hf_hybrid_cache.documents import Documents
+from hf_hybrid_cache.prefix_store import StoredPrompt
 
-from chat.talks import CACHES, LONG, QUESTIONS, SETTINGS, before_each_pass, chat_of, generated, model_of, said
+from chat.talks import CACHES, LONG, QUESTIONS, REPORT, SETTINGS, before_each_pass, chat_of, generated, model_of, said
 from chat.talks import tokenizer_of_tests as tokenizer
 
 SAMPLED = AnswerSettings(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, seed=3)
@@ -58,8 +60,8 @@ def test_prompts_are_those_of_the_chat_template(has_document: bool):
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
 def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
-    def talk(*steps: str) -> list[list[int]]:
-        chat, answers = chat_of(model_of(family), **CACHES[cache]), []
+    def talk(*steps: str, documents: Documents | tuple[()] = REPORT) -> list[list[int]]:
+        chat, answers = chat_of(model_of(family), documents, **CACHES[cache]), []
         for step in steps:
             if step == "undo":
                 chat.undo()
@@ -78,13 +80,8 @@ def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
     assert talk(two, three, "undo", "undo", one, two)[-2:] == plain[:2]
     assert talk(two, three, "forget", one)[-1] == plain[0]
     assert talk("all", one, "all", two, three) == plain
-
-
-def test_a_first_question_after_forgetting_has_the_same_tokens(tmp_path: Path):
-    chat = chat_of(documents=(), store=tmp_path)
-    first = said(chat, "Who?"), list(chat.token_ids)
-    chat.forget()
-    assert (said(chat, "Who?"), chat.token_ids) == first
+    alone = talk(one, "forget", one, documents=())
+    assert alone[0] == alone[1]
 
 
 # Several at once
@@ -134,11 +131,11 @@ def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     chat = chat_of(model)
     answers = list(chat.ask_all(QUESTIONS, at_once=3))
-    for question, answer in zip(QUESTIONS, answers, strict=True):
-        assert said(chat, question) == answer.token_ids
+    assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("stop", 6)
+    for answer in answers:
+        assert said(chat, answer.question) == answer.token_ids
         assert answer.token_ids.count(token) == (answer.finish_reason == "stop")
         chat.undo()
-    assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("stop", 6)
 
 
 # Ends
@@ -203,14 +200,17 @@ def test_an_error_in_a_step_takes_the_question_back(cache: str, family: str, num
         assert len(answer) == len(expected[1])
 
 
-def test_a_full_context_ends_answers_and_refuses_questions():
+def test_a_full_context_ends_answers_and_refuses_questions_and_messages():
     chat = chat_of(model_of("llama", 700), leave=60)
+    before = list(chat.token_ids)
+    with pytest.raises(PromptError, match="context is 700: the message is not set"):
+        chat.system = "Be brief. " * 80
+    assert (chat.system, chat.token_ids) == (None, before)
     list(chat.ask("Who?", replace(SETTINGS, max_new_tokens=1000)))
     assert (chat.last.finish_reason, chat.num_free) == ("context", 0)
-    with pytest.raises(PromptError, match=r"the model's context is 700: no room is left for an answer"):
-        chat.ask("Why?")
-    with pytest.raises(PromptError, match="no room is left"):
-        chat.require_room("Why?")
+    for ask in (chat.ask, chat.require_room):
+        with pytest.raises(PromptError, match="the model's context is 700: no room is left for an answer"):
+            ask("Why?")
     chat.undo()
     assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens
 
@@ -262,14 +262,6 @@ def test_a_system_message_set_later_equals_one_set_at_the_start(cache: str):
     assert (later.undo(), later.token_ids) == ("Who?", first.token_ids[: first.turns[0].start])
 
 
-def test_a_system_message_that_does_not_fit_is_not_set():
-    chat = chat_of(model_of("llama", 700))
-    before = said(chat, "Who?"), list(chat.token_ids)
-    with pytest.raises(PromptError, match="context is 700: the message is not set"):
-        chat.system = "Be brief. " * 80
-    assert (chat.system, chat.token_ids) == (None, before[1])
-
-
 # Going on
 
 
@@ -292,18 +284,20 @@ def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, f
 
 def test_what_was_taken_back_is_not_kept(tmp_path: Path):
     store = PrefixStore(tmp_path)
+
+    def kept() -> list[StoredPrompt]:
+        return [each for each in store.prompts() if each.is_conversation]
+
     chat = chat_of(store=store)
     for question in QUESTIONS[:2]:
         said(chat, question)
     chat.undo()
     chat.keep()
-    (stored,) = (each for each in store.prompts() if each.is_conversation)
-    assert stored.token_ids.tolist() == chat.token_ids
+    assert [each.token_ids.tolist() for each in kept()] == [chat.token_ids]
     chat.forget()
     chat.keep()
-    assert [each.is_conversation for each in store.prompts()] == [False]
+    assert (len(store.prompts()), kept()) == (1, [])
     with pytest.raises(ValueError, match="has no conversation: begin one with"):
         Chat.resume(model_of(), tokenizer(), store)
     said(chat, QUESTIONS[2])
-    (stored,) = (each for each in store.prompts() if each.is_conversation)
-    assert stored.title == f"report.txt: {QUESTIONS[2]}"
+    assert [each.title for each in kept()] == [f"report.txt: {QUESTIONS[2]}"]

@@ -33,61 +33,32 @@ def converse(model: Path, source: Sequence[object], *typed: str) -> Result:
     return run("chat", *options, typed="".join(f"{line}\n" for line in typed))
 
 
-def said(model: Path, question: str, documents: tuple[str, ...] = (), **options: object) -> str:
-    """Return the answer that the engine gives, as the command shows it."""
-    settings = AnswerSettings(**{"max_new_tokens": 5} | options.pop("settings", {}))
-    chat = Chat(
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-        documents,
-        settings=settings,
-        progress=False,
-        **options,
-    )
-    return without_controls("".join(chat.ask(question))) + "\n"
-
-
 # Commands
 
 
-def test_answers_are_those_of_the_engine(model: Path, report: Path):
+def test_answers_are_those_of_the_engine_however_it_is_set(model: Path, report: Path):
     sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3, "repetition_penalty": 1.1}
+    chat = Chat(
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+        (str(report),),
+        settings=AnswerSettings(max_new_tokens=5, **sampling),
+        progress=False,
+        system="Be brief.",
+        bits=8,
+    )
+    expected = without_controls("".join(chat.ask("Who?"))) + "\n"
     given = [text for name, value in sampling.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     set_later = [f"/set {name} {value}" for name, value in sampling.items()]
-    expected = said(model, "Who?", (str(report),), settings=sampling, system="Be brief.", bits=8)
     source = ["--document", report, "--bits", "8"]
     assert converse(model, [*source, "--system", "Be brief.", *given], "Who?").stdout == expected
     assert converse(model, source, "/system Be brief.", *set_later, "Who?").stdout == expected
-    assert converse(model, [], "Who?").stdout == said(model, "Who?")
     asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
     assert run(*asked, *source, "--system", "Be brief.", *given).stdout == expected
 
 
-def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
-    source = ["--document", report]
-    wrong, right = (converse(model, source, question).stdout for question in ("Who?", "Where?"))
-    talk = converse(model, source, "Who?", "/undo", "Where?", "/retry", "/forget", "Where?", "/undo", "/undo", "/retry")
-    assert talk.stdout == wrong + right * 3
-    assert talk.stderr.count("taken back: W") == 2
-    assert talk.stderr.count("Nothing was asked yet.") == 2
-    assert "temperature 0 takes the likeliest tokens again" in talk.stderr
-    assert re.search(r"back to \d+ tokens", talk.stderr)
-
-
-def test_settings_when_out_of_range_are_said_and_change_nothing(model: Path):
-    wrong = ["top_p 0.9", "max_new_tokens 0", "max_new_tokens 1.5", "temperature hot", "temperature nan", "beams 4"]
-    talk = converse(model, [], *(f"/set {each}" for each in wrong), "/set")
-    assert "top_p is for sampling: give a temperature, such as 0.7, or drop it." in talk.stderr
-    assert "max_new_tokens must be 1 or more, got 0." in talk.stderr
-    assert "max_new_tokens must be a whole number, got '1.5'." in talk.stderr
-    assert "temperature must be a number, got 'hot'." in talk.stderr
-    assert "temperature must be a number from 0 on, got nan." in talk.stderr
-    assert "There is no setting 'beams': max_new_tokens, temperature, top_p," in talk.stderr
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
-
-
-def test_settings_when_set_hold_and_go_back_to_their_defaults(model: Path):
-    answer = said(model, "Who?", settings={"max_new_tokens": 40})
+def test_settings_hold_until_they_are_set_back_to_their_defaults(model: Path):
+    (answer,) = converse(model, ["--max-new-tokens", "40"], "Who?").stdout.splitlines(True)
     stop = next(text for text in re.findall(r"[!-~]{2}", answer[2:]))
     talk = converse(
         model, [], "/set max_new_tokens 40", f"/set stop {stop}", "Who?", "/forget", "/set stop", "Who?", "/set"
@@ -98,9 +69,40 @@ def test_settings_when_set_hold_and_go_back_to_their_defaults(model: Path):
     assert converse(model, ["--max-new-tokens", "40", "--stop", stop], "Who?").stdout == talk.stdout.splitlines(True)[0]
 
 
-@pytest.mark.parametrize("end", ["/quit", "/bye", "exit", "quit"])
-def test_a_word_that_ends_the_conversation_is_no_question(end: str, model: Path):
-    assert converse(model, [], end, "Who?").stdout == ""
+IN_VAIN = {
+    "/set top_p 0.9": "top_p is for sampling: give a temperature, such as 0.7, or drop it.",
+    "/set max_new_tokens 0": "max_new_tokens must be 1 or more, got 0.",
+    "/set max_new_tokens 1.5": "max_new_tokens must be a whole number, got '1.5'.",
+    "/set temperature hot": "temperature must be a number, got 'hot'.",
+    "/set temperature nan": "temperature must be a number from 0 on, got nan.",
+    "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
+    "/system": "Say what the message is: /system TEXT",
+    f"/system {'brief ' * 12_000}": "context is 65,536: the message is not set",
+    "/save file": "There is no /save.\n/stats ",
+    "/retry": "Nothing was asked yet.",
+    "/help": "\n/set NAME VALUE ",
+}
+
+
+def test_what_is_typed_in_vain_is_told_and_changes_nothing(model: Path, report: Path):
+    source = ["--document", report]
+    talk = converse(model, source, *IN_VAIN, "Who?", "/set")
+    assert [typed for typed, told in IN_VAIN.items() if told not in talk.stderr] == []
+    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
+    assert talk.stdout == converse(model, source, "Who?").stdout
+    for end in ("/quit", "/bye", "exit", "quit"):
+        assert converse(model, [], end, "Who?").stdout == ""
+
+
+def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
+    source = ["--document", report]
+    wrong, right = (converse(model, source, question).stdout for question in ("Who?", "Where?"))
+    talk = converse(model, source, "Who?", "/undo", "Where?", "/retry", "/forget", "Where?", "/undo", "/undo")
+    assert talk.stdout == wrong + right * 3
+    assert talk.stderr.count("taken back: W") == 2
+    assert talk.stderr.count("Nothing was asked yet.") == 1
+    assert "temperature 0 takes the likeliest tokens again" in talk.stderr
+    assert re.search(r"back to \d+ tokens", talk.stderr)
 
 
 def test_a_question_in_triple_quotes_may_look_like_a_command(model: Path):
@@ -109,25 +111,12 @@ def test_a_question_in_triple_quotes_may_look_like_a_command(model: Path):
     assert "taken back: exit" in talk.stderr
 
 
-def test_a_command_that_there_is_not_has_help(model: Path):
-    talk = converse(model, [], "/help", "/save file")
-    assert talk.stderr.count("\n/set NAME VALUE ") == 2
-    assert "There is no /save." in talk.stderr
-
-
 def test_stats_tell_tokens_and_speed(model: Path, report: Path):
     talk = converse(model, ["--document", report, "--weights", "8"], "Who?", "/stats")
     assert re.search(r"\d+ of 65,536 tokens are taken", talk.stderr)
     assert re.search(r"weights [\d.]+ MiB in 8 bits\n", talk.stderr)
     assert re.search(r"last answer: first token after [\d.]+ s, [\d.]+ tokens/s after it", talk.stderr)
     assert "are read before the next answer" not in talk.stderr
-
-
-def test_a_system_message_that_has_no_place_is_not_set(model: Path, report: Path):
-    talk = converse(model, ["--document", report], f"/system {'brief ' * 12_000}", "/system", "Who?")
-    assert "context is 65,536: the message is not set" in talk.stderr
-    assert "Say what the message is: /system TEXT" in talk.stderr
-    assert talk.stdout == converse(model, ["--document", report], "Who?").stdout
 
 
 # Documents
@@ -155,9 +144,11 @@ def test_a_conversation_goes_on_with_what_it_was_begun_with(model: Path, report:
     assert "going on with report.txt: Who?: " in talk.stderr
     assert f"last question: Where?\nlast answer: {talk.stdout.strip()}" in talk.stderr
     assert "of 8 bits" in talk.stderr
-    assert "weights" in talk.stderr
     run(*resume, typed="/forget\n")
     assert "has no conversation: begin one without --resume." in error_of(*resume)
+    report.write_text(TEXT * 9)
+    converse(model, begun)
+    assert "'1' is a prompt, and no conversation" in error_of(*resume, 1)
 
 
 def test_other_options_than_were_stored_are_refused_by_name(model: Path, tmp_path: Path):
@@ -188,13 +179,6 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
         terminal.wait_for("'7' names none of 2")
         terminal.enter("2")
         terminal.wait_for("last question: Where?")
-
-
-def test_a_document_is_no_conversation(model: Path, tmp_path: Path):
-    (tmp_path / "long.txt").write_text(TEXT * 9)
-    converse(model, ["--document", tmp_path / "long.txt", "--store", tmp_path / "prompts"])
-    refused = error_of("chat", "--store", tmp_path / "prompts", "--resume", 1)
-    assert "'1' is a prompt, and no conversation" in refused
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")

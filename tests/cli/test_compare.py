@@ -35,27 +35,24 @@ def test_each_cache_has_a_row_and_the_tokens_of_stock(asked: list[str]):
     assert re.search(r"^All 4 give the same answer as stock\.$|^\d of 4 answers differ from", shown, re.MULTILINE)
 
 
-def test_json_has_a_line_for_every_row(asked: list[str]):
+def test_json_has_a_line_for_every_row_and_one_more_for_weights(asked: list[str]):
     rows = lines(compared(*asked, "--json", "--quiet"))
     forms = [(row["cache"], row["bits"], row["weights"]) for row in rows]
     assert forms[:4] == [(name, 4 if name == "quantized" else None, None) for name in CACHES]
     assert forms[4:] == [("quantized", 4, 4)]
     assert len({row["answer"] for row in rows[:3]}) == 1
     assert {row["read_tokens"] for row in rows} == {len(TEXT)}
+    few = lines(compared(*asked, "--json", "--weights", 8, "--bits", 2))  # no row has weights of its own
+    assert [(row["weights"], row["bits"]) for row in few] == [(8, None)] * 3 + [(8, 2)]
 
 
-def test_no_row_has_weights_of_its_own_where_all_have_few_bits(asked: list[str]):
-    rows = lines(compared(*asked, "--json", "--weights", 8, "--bits", 2))
-    assert [row["weights"] for row in rows] == [8] * 4
-    assert rows[-1]["bits"] == 2
-
-
-def test_without_a_document_the_sample_is_asked_about(model: Path):
-    result = compared("--model", str(model), "--context", "150")
+def test_a_prompt_is_compared_as_it_is_and_without_a_document_a_sample(model: Path, tmp_path: Path):
+    (tmp_path / "prompt").write_text(TEXT)
+    rows = lines(compared("--model", model, "--prompt-file", tmp_path / "prompt", "--json", "--quiet"))
+    assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
+    result = compared("--model", model, "--context", "150")
     assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
     assert "document: read 150 of about " in result.stderr
-    own = compared("--model", str(model), "--context", "150", "--question", "What is a name?")
-    assert "The document says" not in own.stdout
 
 
 def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -67,14 +64,6 @@ def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatc
     assert re.search(r"5 caches read it in about \d+ s in all", result.stderr)
     assert f"with 5 caches; --context {len(TEXT):,} reads more)" in result.stdout
     assert f"document: read {len(TEXT):,} of {len(TEXT):,} " in compared(*asked, "--context", "100000").stderr
-
-
-def test_a_whole_prompt_is_compared_as_it_is(model: Path, tmp_path: Path):
-    (tmp_path / "prompt").write_text(TEXT)
-    options = ["--model", str(model), "--prompt-file", str(tmp_path / "prompt"), "--json", "--quiet"]
-    rows = lines(compared(*options))
-    assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
-    assert len({row["answer"] for row in rows[:3]}) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefix_store import PrefixStore
 
-from .commands import error_of, lines, run, without_heavy
+from .commands import error_of, lines, run, started, without_heavy
 from .terminals import ENTER, Terminal
 from models.tiny_models import random_prompt, tiny_model
 
-TITLES = ("a.txt: Who?", "a.txt: Where?", "a\x1b[2J\x9bb.txt")
+TITLES = ("日本.txt: Who?", "a.txt: Where?", "a\x1b[2J\x9bb.txt")
 HEADINGS = ["id", "kind", "model", "weights", "cache", "tokens", "MiB", "last", "use", "title"]
 
 
@@ -39,6 +39,8 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path):
+    at_ascii = started("store", folder, PYTHONIOENCODING="ascii")  # a terminal that cannot show a title
+    assert "??.txt: Who?" in at_ascii.communicate(timeout=120)[0]
     heading, *rows = without_heavy("store", folder, code=0).stdout.splitlines()
     assert heading.split() == HEADINGS
     first, *_ = fields = listed(folder)
@@ -48,7 +50,7 @@ def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path
     assert sum(each["bytes"] for each in fields) == sum(each.stat().st_size for each in (folder / "nodes").iterdir())
     shown = ["1", first["id"][:8], "conversation", "tiny", "4", "bits", "8", "bits", "205"]
     assert rows[0].split()[: len(shown)] == shown
-    assert rows[2].endswith("a.txt: Who?")
+    assert rows[2].endswith("日本.txt: Who?")
 
 
 def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path: Path):
@@ -69,21 +71,18 @@ def test_prompts_when_removed_then_are_gone_and_others_stay(folder: Path):
     assert f"'{last['id'][:3]}' names none of 1" in error_of("store", folder, "--remove", last["id"][:3])
 
 
-def test_all_when_nobody_can_be_asked_then_are_removed_only_with_yes(folder: Path):
+def test_all_are_removed_only_at_a_yes(folder: Path):
     refused = error_of("store", folder, "--remove-all")
     assert f"--remove-all would remove all 3 of {folder}, and nobody can be asked: add --yes." in refused
+    for answer, code, left in (("n", 1, 3), ("y", 0, 0)):
+        with Terminal("-m", "hf_hybrid_cache.cli", "store", str(folder), "--remove-all") as terminal:
+            terminal.wait_for("[y/N]")
+            terminal.type(f"{answer}{ENTER}")
+            assert terminal.exit_code() == code
+        assert len(listed(folder)) == left
     run("store", folder, "--remove-all", "--yes")
     assert list((folder / "nodes").iterdir()) == []
     assert "keeps nothing" in run("store", folder).stderr
-
-
-@pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 3), ("y", 0, 0)])
-def test_all_when_asked_at_a_terminal_then_go_only_at_a_yes(answer: str, code: int, left: int, folder: Path):
-    with Terminal("-m", "hf_hybrid_cache.cli", "store", str(folder), "--remove-all") as terminal:
-        terminal.wait_for("[y/N]")
-        terminal.type(f"{answer}{ENTER}")
-        assert terminal.exit_code() == code
-    assert len(listed(folder)) == left
 
 
 @pytest.mark.filterwarnings("default:.* was removed from the store")

@@ -112,10 +112,40 @@ def test_the_text_of_a_document_is_read_whatever_its_name(kind: str):
     assert text_of(f"report.{kind}", MADE[kind](SIGNED)) == text_of("report.txt", MADE[kind](SIGNED)) == SIGNED
 
 
-def test_a_pdf_is_read_page_by_page_and_pages_without_text_are_said():
+@pytest.mark.parametrize(
+    ("name", "content", "text", "remark"),
+    [
+        ("a.pdf", pdf_of("One.", "", "3."), "One.\n\n3.", "1 of 3 pages have no text, as where they were scanned"),
+        ("a.pdf", pdf_of(SIGNED, form="/XFA [(template) 5 0 R]"), SIGNED, None),
+        (
+            "a.docx",
+            word_file(f"{paragraph('before')}<w:altChunk/>{paragraph('after')}"),
+            "before\nafter",
+            "left out of it: documents inside it.",
+        ),
+        ("a.txt", "Über 5 €\r\nb".encode(), "Über 5 €\nb", None),
+        ("a.txt", "Über 5 €\r\nb".encode("utf-8-sig"), "Über 5 €\nb", None),
+        ("a.txt", "Über 5 €\r\nb".encode("utf-16"), "Über 5 €\nb", None),
+        (
+            "a.txt",
+            "Über 5 €\r\nb".encode("cp1252"),
+            "Über 5 €\nb",
+            "not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8",
+        ),
+        # As a browser decodes it: as nothing says, by its first bytes, as it says, and other than it says.
+        ("a.html", "<html><p>café".encode(), "café", None),
+        ("a.html", "<html><p>café".encode("utf-16"), "café", None),
+        ("a.html", '<html><meta charset="iso-8859-1"><p>café'.encode("latin-1"), "café", None),
+        ("a.html", '<html><meta charset="utf-16"><p>café'.encode(), "café", None),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_a_text_is_whole_and_what_is_left_out_or_guessed_is_said(
+    name: str, content: bytes, text: str, remark: str | None
+):
     remarks: list[str] = []
-    assert text_of("a.pdf", pdf_of("One.", "", "Three."), remarks.append) == "One.\n\nThree."
-    assert remarks == ["a.pdf: 1 of 3 pages have no text, as where they were scanned"]
+    assert text_of(name, content, remarks.append) == text
+    assert [said.startswith(f"{name}: {remark}") for said in remarks] == [True] * (remark is not None)
 
 
 @pytest.mark.parametrize("algorithm", ["RC4-128", "AES-128", "AES-256-R5", "AES-256"])
@@ -144,16 +174,15 @@ def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
     assert text_of("a.pdf", pdf_of("Name:", notes=[notes[-1].replace(at(86), at(110))])) == "Name: Paid."
 
 
-def test_a_pdf_whose_form_it_does_not_show_is_refused():
-    with pytest.raises(DocumentError, match="is a PDF that only Adobe's programs show"):
-        text_of("a.pdf", pdf_of("Please wait...", form="/XFA [(template) 5 0 R]"))
-    assert text_of("a.pdf", pdf_of(SIGNED, form="/XFA [(template) 5 0 R]")) == SIGNED
-
-
 @pytest.mark.parametrize("number", ["", "2"])
 @pytest.mark.parametrize("names", [WORD, "http://purl.oclc.org/ooxml/wordprocessingml/main"], ids=["usual", "strict"])
-def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted(names: str, number: str):
-    body = """
+def test_a_word_file_has_all_that_it_shows_and_nothing_that_it_hides(names: str, number: str):
+    def run(properties: str, text: str) -> str:
+        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
+
+    fields = """<w:ddList><w:result w:val="1"/><w:listEntry w:val="Red"/><w:listEntry w:val="Blue"/></w:ddList>
+        <w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox><w:checkBox><w:default w:val="0"/></w:checkBox>"""
+    body = f"""
         <w:p><w:pPr><w:tabs><w:tab w:val="left" w:pos="9"/></w:tabs></w:pPr>
             <w:r><w:t>A</w:t><w:tab/><w:t>tab</w:t></w:r>
             <w:ins><w:r><w:t xml:space="preserve"> inserted</w:t></w:r></w:ins>
@@ -161,10 +190,13 @@ def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted(names: s
         <w:sdt><w:sdtContent><w:p><w:r><w:t>a field</w:t></w:r></w:p></w:sdtContent></w:sdt>
         <w:tbl><w:tr><w:tc><w:p><w:r><w:t>c1</w:t></w:r></w:p><w:p><w:r><w:t>c2</w:t></w:r></w:p></w:tc>
             <w:tc><w:p><w:r><w:t>d</w:t></w:r></w:p></w:tc></w:tr></w:tbl>
-        <w:p><w:r><w:t>last</w:t></w:r></w:p>"""
+        <w:p>{run("<w:vanish/>", "a")}{run('<w:rStyle w:val="Gone"/>', "b")}{run('<w:vanish w:val="0"/>', "last")}
+            <w:r><w:fldChar><w:ffData>{fields}</w:ffData></w:fldChar></w:r></w:p>
+        {paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')}"""
     notes = f"<w:footnotes><w:footnote>{paragraph('a note')}</w:footnote></w:footnotes>"
-    content = word_file(body, names, number, footnotes=notes)
-    assert text_of("a.docx", content) == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
+    styles = '<w:styles><w:style w:styleId="Gone"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
+    content = word_file(body, names, number, styles=styles, footnotes=notes)
+    assert text_of("a.docx", content) == "A\ttab inserted\na field\nc1 c2\td\nlastBlue☒☐\na note"
 
 
 def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
@@ -202,26 +234,6 @@ def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
     assert said.split("\n") == ["I. x", "II. x", "2.1 x", "(a) x", "(b) x", "2.2 x", "• x", "x", "III. x", "IX. x"]
 
 
-def test_a_word_file_when_text_is_hidden_or_chosen_then_is_read_as_shown():
-    def run(properties: str, text: str) -> str:
-        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
-
-    styles = '<w:styles><w:style w:styleId="Gone"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
-    fields = """<w:ddList><w:result w:val="1"/><w:listEntry w:val="Red"/><w:listEntry w:val="Blue"/></w:ddList>
-        <w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox><w:checkBox><w:default w:val="0"/></w:checkBox>"""
-    body = f"""<w:p>{run("<w:vanish/>", "a")}{run('<w:rStyle w:val="Gone"/>', "b")}{run('<w:vanish w:val="0"/>', "c")}
-        <w:r><w:fldChar><w:ffData>{fields}</w:ffData></w:fldChar></w:r></w:p>"""
-    hidden = paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')
-    assert text_of("a.docx", word_file(body + hidden, styles=styles)) == "cBlue☒☐"
-
-
-def test_documents_inside_a_word_file_are_left_out_with_a_remark():
-    remarks: list[str] = []
-    body = f"{paragraph('before')}<w:altChunk/>{paragraph('after')}"
-    assert text_of("a.docx", word_file(body), remarks.append) == "before\nafter"
-    assert remarks[0].startswith("a.docx: left out of it: documents inside it.")
-
-
 def test_html_is_read_as_a_browser_shows_it():
     page = b"""<html><head><title>T &amp; U</title><style>p {}</style><script>var a = 1</script></head><body>
         <h1>A
@@ -231,9 +243,6 @@ def test_html_is_read_as_a_browser_shows_it():
         <pre><code>\n<b>def</b> f():\n    return 1\n</code></pre>caf&eacute;"""
     shown = "T & U|A head|It was signed by Ada.|Two\nlines|  * one\n  * two\na\tb\nc\td|def f():\n    return 1|café"
     assert text_of("-", page).split("\n\n") == shown.split("|")
-
-
-def test_html_when_parts_are_hidden_or_typed_then_is_read_as_shown():
     page = b"""<html hidden><p hidden>1</p><div STYLE="color: red; Display : none"><p>2</div><dialog>3</dialog>
         <p style="visibility:hidden">4<p>Name: <input value=Ada> <input type=hidden value=5> <textarea>typed</textarea>
         <input type=checkbox checked><select><option>6<option selected>Paris</select><select><option>Red<option>7
@@ -242,30 +251,13 @@ def test_html_when_parts_are_hidden_or_typed_then_is_read_as_shown():
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "<html><p>café".encode(),
-        "<html><p>café".encode("utf-16"),
-        '<html><meta charset="iso-8859-1"><p>café'.encode("latin-1"),
-        '<html><meta charset="utf-16"><p>café'.encode(),
-    ],
-    ids=["as nothing says", "by its first bytes", "as it says", "other than it says"],
-)
-def test_html_is_decoded_as_a_browser_does(content: bytes):
-    assert text_of("a.html", content) == "café"
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
-def test_text_is_decoded_by_its_first_bytes_and_a_guess_is_said(encoding: str):
-    remarks: list[str] = []
-    assert text_of("a.txt", "Über 5 €\r\nb".encode(encoding), remarks.append) == "Über 5 €\nb"
-    guessed = "a.txt: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8"
-    assert remarks == ([guessed] if encoding == "cp1252" else [])
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        (
+            "a.pdf",
+            pdf_of("Please wait...", form="/XFA [(template) 5 0 R]"),
+            "a.pdf is a PDF that only Adobe's",
+        ),
         ("a.pdf", pdf_of("", ""), "a.pdf is a PDF without any text, as a scanner makes it. Add text"),
         ("a.txt", pdf_of(SIGNED)[:-200], "a.txt is a PDF that is damaged (its end is missing)."),
         ("a.pdf", b"%PDF-1.7 and nothing else", "a.pdf is a PDF that is damaged ("),
@@ -319,36 +311,36 @@ def test_without_the_package_the_extra_is_named(kind: str, library: str, monkeyp
 # Several
 
 
-def test_documents_come_in_the_given_order_and_a_line_names_each(texts: Path):
-    whole = read(texts / "b.md", texts / "a.txt").text
+def test_documents_come_once_in_the_given_order_and_a_line_names_each(texts: Path):
     first, second = (texts / "b.md").read_text(), (texts / "a.txt").read_text()
-    assert whole == f"Document: {texts}/b.md\n\n{first}\n\nDocument: {texts}/a.txt\n\n{second}\n\n"
     assert read(texts / "b.md").text == first
+    remarks: list[str] = []
+    documents = read(texts / "b.md", texts, texts, remarks=remarks)
+    assert documents.text == f"Document: {texts}/b.md\n\n{first}\n\nDocument: {texts}/a.txt\n\n{second}\n\n"
+    assert remarks[0] == f"left out: {texts}/b.md was read before."
+    assert remarks[-1] == f"{texts}: documents read: 0; left out: 2"
 
 
-def test_folder_when_read_then_is_sorted_and_names_skipped_files(texts: Path):
-    (texts / "sub").mkdir()
-    (texts / "sub" / "c.pdf").write_bytes(pdf_of(SIGNED))
-    (texts / "Z.docx").write_bytes(docx_of(SIGNED))
-    (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    (texts / "scan.pdf").write_bytes(pdf_of(""))
-    (texts / ".hidden").write_text("no")
-    (texts / ".git").mkdir()
-    (texts / ".git" / "config").write_text("no")
+def test_a_folder_is_read_in_order_and_what_is_skipped_is_named(texts: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DocumentError, match="can be read, as there are none, except hidden ones"):
+        read(tmp_path / "empty")
+    (tmp_path / "empty" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(DocumentError, match=r"No file in .* can be read, the first because: .*a\.png is not UTF-8"):
+        read(tmp_path / "empty")
+    contents = {
+        "sub/c.pdf": pdf_of(SIGNED), "Z.docx": docx_of(SIGNED), "picture.png": b"\x89PNG\r\n\x1a\n",
+        "scan.pdf": pdf_of(""), ".hidden": b"no", ".git/config": b"no",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (texts / name).parent.mkdir(exist_ok=True)
+        (texts / name).write_bytes(content)
     remarks: list[str] = []
     documents = read(texts, remarks=remarks)
     names = [document.name.removeprefix(f"{texts}/") for document in documents.files]
     assert names == ["Z.docx", "a.txt", "b.md", "sub/c.pdf"]
     assert remarks == [*(f"left out: {why}" for why in documents.skipped), f"{texts}: documents read: 4; left out: 2"]
     assert [why.removeprefix(f"{texts}/").split()[0] for why in documents.skipped] == ["picture.png", "scan.pdf"]
-
-
-def test_a_file_that_is_named_twice_is_read_once(texts: Path):
-    remarks: list[str] = []
-    documents = read(texts / "a.txt", texts, texts, remarks=remarks)
-    assert [document.name for document in documents.files] == [f"{texts}/a.txt", f"{texts}/b.md"]
-    assert remarks[0] == f"left out: {texts}/a.txt was read before."
-    assert remarks[-1] == f"{texts}: documents read: 0; left out: 2"
 
 
 def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts: Path):
@@ -364,14 +356,6 @@ def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts:
         "nowhere is not a file, or a link to none.",
         "pipe is not a file, or a link to none.",
     ]
-
-
-def test_a_folder_without_anything_to_read_is_refused(tmp_path: Path):
-    with pytest.raises(DocumentError, match="can be read, as there are none, except hidden ones"):
-        read(tmp_path)
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(DocumentError, match=r"No file in .* can be read, the first because: .*a\.png is not UTF-8"):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize("function", [require_documents, lambda names, folder: read_documents(names, print, folder)])
@@ -394,15 +378,12 @@ def test_a_name_of_nothing_that_can_be_read_is_refused(
         function(["a.txt", name], texts)
 
 
-def test_standard_input_is_read_once_whatever_its_format():
+def test_standard_input_is_read_once_whatever_its_format(monkeypatch: pytest.MonkeyPatch):
     program = "import hf_hybrid_cache.documents as d; print(d.read_documents(['-', '-'], print).text)"
-    command = [sys.executable, "-c", program]
-    for made in MADE.values():
+    for made in (pdf_of, str.encode):
+        command = [sys.executable, "-c", program]
         result = subprocess.run(command, input=made(SIGNED), capture_output=True, check=True, timeout=60)
         assert result.stdout.decode().splitlines() == ["left out: standard input was read before.", SIGNED]
-
-
-def test_standard_input_when_closed_then_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DocumentError, match="Standard input is closed"):
         require_documents(["-"])

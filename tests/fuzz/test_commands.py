@@ -10,50 +10,21 @@ import hypothesis.strategies as st
 import pytest
 import typer
 from hypothesis import example, given
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
 
 from common.soak import count, search_at_random
-from models.tiny_models import VOCAB_SIZE, tiny_model
+from models.word_tokenizer import word_model_in
 
 pytestmark = pytest.mark.soak
 # It would bind this process.
 LEFT_OUT = ("cpu_node",)
 ODD = [
-    "",
-    " ",
-    "0",
-    "-5",
-    "1e999GiB",
-    "8GiB8",
-    "NaN",
-    "inf",
-    "1" * 30,
-    "9" * 5000,
-    "\0",
-    "\ud800",
-    "\udcff",
-    "\uff18",
-    "8\u212a",
-    "a" * 5000,
-    "~nobody-of-this-name",
-    "./none",
-    "/",
-    ".",
-    "/dev/null",
-    "cpu:0",
-    "cpu:7",
-    "cuda",
-    "cuda:-1",
-    "cuda:" + "9" * 30,
-    "meta",
-    "--",
-    "%s{}",
-    "[red]",
-]
+    "0", "-5", "1e999GiB", "8GiB8", "NaN", "inf", "~nobody-of-this-name", "./none", "/", ".", "/dev/null", "cpu:0",
+    "cpu:7", "cuda", "cuda:-1", "cuda:" + "9" * 30, "meta", "--", "%s{}", "[red]", "", " ", "1" * 30, "9" * 5000,
+    "a" * 5000, "\0", "\ud800", "\udcff", "\uff18", "8\u212a",
+]  # fmt: skip
 GOOD = ["1", "2", "4", "8", "100", "8GiB", "30GB/s", "128", "1K", "cpu", "float32", "quantized", "stock", "Why?"]
 VALUES = st.one_of(
     st.sampled_from(GOOD), st.sampled_from(ODD), st.text(st.characters(categories=None)), st.integers().map(str)
@@ -63,11 +34,7 @@ VALUES = st.one_of(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Holds a tiny model, and texts; the user's own folder is elsewhere."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+    path = word_model_in(tmp_path_factory.mktemp("model"))
     (path / "text").write_text("w5 w7 w11 w13 " * 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HYBRID_CACHE_HOME", str(path / "home"))
@@ -116,20 +83,21 @@ def check(command: str, arguments: list[str]) -> None:
         assert "rror: " in stderr  # ours begins small
 
 
-@search_at_random(60, 800)
-@given(data=st.data())
-def test_plan_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
-    check("plan", data.draw(arguments_of("plan", ["--model", str(folder)])))
+# Starts of command lines, with folders and files of the model's folder.
+STARTS = {
+    "plan": "plan --model .",
+    "document": "generate --model . --device cpu --max-new-tokens 3 --question=w5 --document text",
+    "store": "generate --model . --device cpu --max-new-tokens 3 --store=prompts --document text",
+    "prompt": "generate --model . --device cpu --max-new-tokens 3 --prompt-file text",
+}
 
 
-@search_at_random(40, 500)
+@pytest.mark.parametrize("start", STARTS)
+@search_at_random(20, 300)
 @given(data=st.data())
-def test_generate_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
-    source = data.draw(
-        st.sampled_from([["--question=w5", "--document"], ["--store=prompts", "--document"], ["--prompt-file"]])
-    )
-    start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "3", *source, str(folder / "text")]
-    check("generate", data.draw(arguments_of("generate", start)))
+def test_a_command_answers_or_says_what_is_wrong(start: str, data: st.DataObject, folder: Path):
+    command, *arguments = STARTS[start].split()
+    check(command, data.draw(arguments_of(command, arguments)))
 
 
 @pytest.mark.parametrize("command", ["plan", "generate"])

@@ -51,7 +51,7 @@ def test_a_step_is_stopped_with_all_that_it_started(stubborn: str, tmp_path: Pat
         time.sleep(0.05)
 
 
-def error_of(
+def told_by(
     module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Return what a program says that ends at its arguments."""
@@ -65,30 +65,26 @@ def test_every_step_is_a_program_that_knows_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for step in gpu.all_steps(tmp_path, ["--rehearse", "--force"], False, [tmp_path]).values():
-        told = error_of(step[1].rpartition(".")[2], ["--help"], monkeypatch, capsys)
+        told = told_by(step[1].rpartition(".")[2], ["--help"], monkeypatch, capsys)
         assert all(option in told for option in step if option.startswith("--"))
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        ("__main__", ["--rehearse", "--only", "decode-300", "nothing"], "no step nothing; there are decode-300,"),
-        ("suites", ["--other-transformers", "."], "holds no transformers: pip install --target ."),
-        ("decode", ["--rehearse"], "say with --out where its record goes"),
-        ("__main__", [], "no CUDA device is available: pass --rehearse"),
-        ("decode", [], "no CUDA device is available: pass --rehearse"),
+        ("__main__", "--rehearse --only decode-300 nothing", "no step nothing; there are decode-300,"),
+        ("suites", "--other-transformers .", "holds no transformers: pip install --target ."),
+        ("decode", "--rehearse", "say with --out where its record goes"),
+        ("__main__", "", "no CUDA device is available: pass --rehearse"),
+        ("decode", "", "no CUDA device is available: pass --rehearse"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_way_out(
-    module: str,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    module: str, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     if not arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU to measure")
-    assert message in error_of(module, arguments, monkeypatch, capsys)
+    assert message in told_by(module, arguments.split(), monkeypatch, capsys)
 
 
 @pytest.mark.slow
@@ -125,21 +121,23 @@ def test_a_record_is_gone_on_with_if_it_is_of_the_same_measurement(tmp_path: Pat
 def test_tables_have_the_slowest_measurement_of_each_cache():
     def record(context: int, milliseconds: float, share: float, **more: Any) -> dict[str, Any]:
         return {
-            "model": "a model", "context_tokens": context, "environment": ENVIRONMENT,
+            "model": "An-8B", "context_tokens": context, "environment": ENVIRONMENT,
             "median_seconds": {"offloaded": milliseconds / 1e3}, "share_of_bus": {"offloaded": share}, **more,
         }  # fmt: skip
 
     runs = [{"tests": "tests/a", "transformers": "5.17.0", "passed": 1267, "failed": ["one", "two"]}]
     found = [record(300, 40, 0.5), record(300, 50, 0.25), record(70, 3, 0.5, without_cudnn=True), {"runs": runs}]
-    text = section("a-machine", found)
-    assert "**NVIDIA Test**, driver 1.2, bus (generation of PCIe, lanes) 5, 16; A CPU, 16 cores; torch 2.11." in text
-    assert "| a model, milliseconds a token | 70 | 300 |" in text
-    assert "| offloaded, without cuDNN | 3.00 |  |" in text
-    assert "| offloaded |  | 50.00 |" in text
-    assert "| offloaded |  | 25% |" in text
-    assert "`tests/a`: 1,267 passed, 2 failed with 5.17.0." in text
-    new = record(300, 40, 0.5, kv_bytes_per_second={"offloaded": 2.5e10}, step_peak_bytes={"offloaded": 2**30})
-    text = tables([new | {"model": "An-8B"}])
-    assert "27.5 tokens/s" in text
-    assert "| offloaded | 25.0 |" in text
-    assert "| offloaded | 1,024 |" in text
+    more = record(300, 40, 0.5, kv_bytes_per_second={"offloaded": 2.5e10}, step_peak_bytes={"offloaded": 2**30})
+    text = section("a-machine", found) + tables([more])
+    for said in (
+        "**NVIDIA Test**, driver 1.2, bus (generation of PCIe, lanes) 5, 16; A CPU, 16 cores; torch 2.11.",
+        "| An-8B, milliseconds a token | 70 | 300 |",
+        "| offloaded, without cuDNN | 3.00 |  |",
+        "| offloaded |  | 50.00 |",
+        "| offloaded |  | 25% |",
+        "`tests/a`: 1,267 passed, 2 failed with 5.17.0.",
+        "27.5 tokens/s",
+        "| offloaded | 25.0 |",
+        "| offloaded | 1,024 |",
+    ):
+        assert said in text

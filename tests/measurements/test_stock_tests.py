@@ -55,14 +55,10 @@ def test_stock_tests_run_with_ours_where_they_make_a_cache(tmp_path: Path):
     }
 
 
-def test_stock_tests_count_the_one_a_process_ended_in_as_failed():
-    lines = [{"begun": "a"}, {"test": "a", "outcome": "passed", "caches": 1}, {"begun": "b"}]
-    outcomes = stock_tests.outcomes_of(lines)
-    assert {test: each["outcome"] for test, each in outcomes.items()} == {"a": "passed", "b": "failed"}
-
-
-def test_stock_tests_not_reached_with_ours_are_neither_passed_nor_failed():
-    stock = {f"file.py::test_{number}": {"outcome": "passed", "caches": 1} for number in range(3)}
-    ours = {"file.py::test_0": {"outcome": "passed", "caches": 1}, "file.py::test_1": {"outcome": "failed"}}
+def test_a_test_that_ended_the_process_failed_and_others_were_not_reached():
+    lines = [{"begun": "f.py::a"}, {"test": "f.py::a", "outcome": "passed", "caches": 1}, {"begun": "f.py::b"}]
+    ours = stock_tests.outcomes_of(lines)
+    assert [each["outcome"] for each in ours.values()] == ["passed", "failed"]
+    stock = {f"f.py::{name}": {"outcome": "passed", "caches": 1} for name in "abc"}
     cells = stock_tests.cells_of(stock, {"ours": ours})
     assert stock_tests.table(cells).splitlines()[-1] == "| `ours` | 1 | 1 | 1 | 0 |"

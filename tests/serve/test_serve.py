@@ -24,6 +24,7 @@ from serve.running import DOCUMENT, KEY, Running, cached, generated, prompt_of, 
 
 from models.byte_tokenizer import model_in
 
+PENALTIES = {"frequency_penalty": 2, "presence_penalty": 2}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
 
 
@@ -155,12 +156,6 @@ def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
     assert end.cached_tokens == 2048
 
 
-def test_a_web_page_may_not_ask_a_server_without_a_key(server: Running):
-    headers = {"Origin": "https://example.org"}
-    reply = httpx.post(f"{server.url}/completions", json={"prompt": "Who?"}, headers=headers)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "no_key")
-
-
 def test_a_server_with_a_key_and_a_short_queue_says_why_it_refuses(model: Path):
     """Clients beyond the queue are told when to come again; who leaves the queue makes room in it."""
     with serving(model, "--waiting", "1", "--api-key", KEY) as server:
@@ -266,26 +261,27 @@ def test_any_body_gets_an_answer_in_json(server: Running, body: bytes):
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_paths_and_methods_that_there_are_not_get_json(server: Running):
-    for method, path, status in (("GET", "/files", 404), ("GET", "/completions", 405)):
-        reply = server.http.request(method, path)
-        assert (reply.status_code, list(reply.json())) == (status, ["error"])
+@pytest.mark.parametrize(
+    ("request_of", "status", "code"),
+    [
+        ({"method": "GET", "url": "/files"}, 404, None),
+        ({"method": "GET", "url": "/completions"}, 405, None),
+        ({"method": "POST", "url": "/completions", "content": b" " * (2**26 + 1)}, 413, None),
+        ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "no_key"),
+    ],
+    ids=["path", "method", "a body that is not read to its end", "a web page, of a server without a key"],
+)
+def test_requests_of_no_client_get_an_error_in_json(
+    server: Running, request_of: dict[str, Any], status: int, code: str | None
+):
+    reply = server.http.request(**request_of)
+    assert (reply.status_code, list(reply.json())) == (status, ["error"])
+    assert code in (None, reply.json()["error"]["code"])
     assert [each.id for each in server.client.models.list()] == [server.model]
 
 
-def test_a_text_of_stop_ends_an_answer_before_it(server: Running):
-    question = [user("Go on.")]
-    free = server.ask(question).choices[0].message.content
-    ended = server.ask(question, stop=[free[5:7], "no such"]).choices[0]
-    assert (ended.message.content, ended.finish_reason) == (free[: free.index(free[5:7])], "stop")
-
-
-def test_penalties_keep_an_answer_from_repeating_itself(server: Running):
-    text = server.ask("abc", frequency_penalty=2, presence_penalty=2, max_tokens=40).choices[0].text
-    free = server.ask("abc", max_tokens=40).choices[0].text
+def test_stop_and_penalties_are_those_of_the_request(server: Running):
+    free, text = (server.ask("abc", max_tokens=40, **more).choices[0].text for more in ({}, PENALTIES))
     assert len(set(text)) > len(set(free))
-
-
-def test_a_body_that_is_too_large_is_not_read_to_its_end(server: Running):
-    reply = server.http.post("/completions", content=b" " * (2**26 + 1))
-    assert (reply.status_code, reply.json()["error"]["message"]) == (413, "The body has more than 67,108,864 bytes.")
+    ended = server.ask("abc", max_tokens=40, stop=[free[5:7], "no such"]).choices[0]
+    assert (ended.text, ended.finish_reason) == (free[: free.index(free[5:7])], "stop")
