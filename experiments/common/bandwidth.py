@@ -4,6 +4,7 @@ import mmap
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 
 from experiments.common.timing import seconds_of
-from experiments.common.topology import last_level_cache_bytes
 from hf_hybrid_cache import get_num_threads
 
 # Threads that sleep while they wait. Those of OpenMP would spin, against those of torch, for a long while after a sum.
@@ -46,6 +46,19 @@ def mapped_words(num_bytes: int, pages: str) -> np.ndarray:
     words = np.frombuffer(mapping, np.uint64)
     words[:] = 1
     return words
+
+
+def last_level_cache_bytes() -> int:
+    """Return the bytes of all last-level caches together; 0 where the system does not say."""
+    sizes: dict[tuple[int, str], int] = {}
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+        except OSError:
+            continue
+        sizes[int(level), shared] = int(size.removesuffix("K")) * 1024
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 class MemoryReader:

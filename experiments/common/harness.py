@@ -14,6 +14,8 @@ A program is its variants and its arguments:
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,12 @@ def cold_turns(variants: Actions, rounds: int, reader: MemoryReader, warm_up: Ac
         (warm_up or variants)[name]()
 
     return turns(variants, rounds, make_data_cold_and_code_warm)
+
+
+def apart(measure: Callable[..., Cell], *arguments: object) -> Cell:
+    """Measure in a new process, because what one has left in the allocator changes memory and speed."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(measure, *arguments).result()
 
 
 def over(cell: Cell, name: str) -> dict[str, float]:
@@ -138,4 +146,6 @@ def _shown(key: str, value: Any) -> str:
         return f"{value * 1e3:,.3f} ms"
     if key.endswith("bytes") and "share" not in key:
         return f"{value / 2**20:,.1f} MiB"
-    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) >= 0.1 else f"{value:.3g}"
+    return f"{value:,}"

@@ -5,12 +5,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common.decoding import prefill
-from experiments.common.synthetic import fill
-from experiments.common.texts import english_ids
 from experiments.quality.quality_caches import filled, stored_bytes
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -34,28 +32,19 @@ class Passage:
 
 
 @torch.inference_mode()
-def read_passage(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, context: int, steps: int, dtype: torch.dtype
-) -> Passage:
+def read_passage(model: PreTrainedModel, ids: torch.Tensor, context: int, dtype: torch.dtype) -> Passage:
     """
-    Make a passage of English text; without a tokenizer, of random tokens after random keys and values.
+    Read a text.
 
     Args:
         model: in float32.
-        tokenizer: of the model.
+        ids: [1, tokens], prompt and following.
         context: tokens of the prompt.
-        steps: tokens after it.
         dtype: of the keys and values to keep.
     """
     cache = DynamicCache(config=model.config)
-    if tokenizer is None:
-        assert isinstance(model.config, LlamaConfig)
-        ids = torch.randint(model.config.vocab_size, (1, context + steps), generator=torch.Generator().manual_seed(0))
-        fill(cache, model.config, context, model.dtype)
-    else:
-        ids = english_ids(tokenizer, context + steps)
-        prefill(model, cache, ids[:, :context])
-    prompt, following = ids.split([context, steps], dim=1)
+    prompt, following = ids[:, :context], ids[:, context:]
+    prefill(model, cache, prompt)
     prefilled = filled(DynamicCache(config=model.config), cache, dtype)
     expected = model(following, **cache_argument(cache)).logits[0]
     return Passage(prompt[0].tolist(), following[0].tolist(), prefilled, expected)

@@ -6,19 +6,16 @@ them, and then one more token, as in decoding. Bytes are those that the cache re
 memory of the process.
 """
 
-import json
-import multiprocessing
-import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
-from experiments.common import records
-from experiments.common.options import experiment_parser
+from experiments.common.harness import Cell, apart, publish
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import kv_bytes, llama_1b_config, random_states
+from experiments.common.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
 
 FORMATS: dict[str, Any] = {
@@ -30,7 +27,7 @@ FORMATS: dict[str, Any] = {
 }
 
 
-def measure(format_name: str, num_tokens: int, num_layers: int) -> dict[str, Any]:
+def measure(format_name: str, num_tokens: int, num_layers: int) -> Cell:
     """Store the states in this process, which must do nothing else."""
     torch.manual_seed(0)
     config = llama_1b_config(num_layers)
@@ -40,46 +37,31 @@ def measure(format_name: str, num_tokens: int, num_layers: int) -> dict[str, Any
         make_cache(config, cpu_decode=True).update(states[:, :, :length], states[:, :, :length], 0)
     before = psutil.Process().memory_info().rss
     cache: HybridCache = make_cache(config, cpu_decode=True)
-    seconds = []
-    for layer in range(num_layers):
-        start = time.perf_counter()
-        cache.update(states[:, :, :-1], states[:, :, :-1], layer)
-        seconds.append(time.perf_counter() - start)
+    store = partial(cache.update, states[:, :, :-1], states[:, :, :-1])
+    seconds = [seconds_of(partial(store, layer)) for layer in range(num_layers)]
     for layer in range(num_layers):
         cache.update(states[:, :, -1:], states[:, :, -1:], layer)
     report = cache.memory()
     assert report.num_tokens == num_tokens
+    num_bytes = report.host_bytes + report.device_bytes
     return {
         "format": format_name,
         "tokens": num_tokens,
-        "bytes": report.host_bytes + report.device_bytes,
+        "bytes": num_bytes,
         "resident_bytes": psutil.Process().memory_info().rss - before,
-        "share_of_bfloat16": (report.host_bytes + report.device_bytes) / kv_bytes(config, num_tokens, torch.bfloat16),
+        "share_of_bfloat16": num_bytes / kv_bytes(config, num_tokens, torch.bfloat16),
         "store_seconds_per_layer": seconds,
     }
 
 
 def main() -> None:
-    parser = experiment_parser("kv_memory", __doc__)
+    parser = plain_parser("kv_memory", __doc__)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    print(f"{'format':>7} {'bytes':>12} {'of bf16':>8} {'resident':>12} {'to store a layer':>17}")
-    cells = []
-    for name in arguments.formats:
-        with ProcessPoolExecutor(1, spawn) as process:
-            cell = process.submit(measure, name, arguments.tokens, arguments.layers).result()
-        cells.append(cell)
-        seconds = sorted(cell["store_seconds_per_layer"])[arguments.layers // 2]
-        print(
-            f"{name:>7} {cell['bytes'] / 2**20:>8,.1f} MiB {cell['share_of_bfloat16']:>8.3f} "
-            f"{cell['resident_bytes'] / 2**20:>8,.1f} MiB {seconds:>15.3f} s",
-            flush=True,
-        )
-    print(f"record: {records.save('kv_memory', {'cells': cells}, arguments.out)}")
-    print(json.dumps({cell["format"]: round(cell["share_of_bfloat16"], 4) for cell in cells}))
+    cells = ((name, apart(measure, name, arguments.tokens, arguments.layers)) for name in arguments.formats)
+    publish("kv_memory", cells, arguments.out, lambda cell: cell["share_of_bfloat16"])
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ the seconds to write and to load a long context, and to the first token after it
 system's cache of files, and that is where it is read from.
 """
 
-import json
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from experiments.common import records
 from experiments.common.decoding import prefill
-from experiments.common.options import experiment_parser
+from experiments.common.harness import Cell, publish
+from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill
 from experiments.common.texts import english_ids
 from experiments.common.timing import seconds_of
@@ -49,7 +49,7 @@ def first_token(model: PreTrainedModel, make_cache: Callable[[], HybridCache], i
 
 def measure(
     model: PreTrainedModel, name: str, document: torch.Tensor, question: torch.Tensor, is_real: bool, path: Path
-) -> dict[str, Any]:
+) -> Cell:
     """One cache: the prefill, or random states instead, the file, and the first token after it was loaded."""
     ids = torch.cat([document, question], dim=1)
     config, num_tokens = model.config, document.shape[1]
@@ -86,7 +86,7 @@ def measure(
 
 
 def main() -> None:
-    parser = experiment_parser("reload", __doc__)
+    parser = plain_parser("reload", __doc__)
     parser.add_argument("--model", choices=MODELS, default="smollm2-135m")
     parser.add_argument("--tokens", type=int, help="of the document (default: 4,096, or 131,072 without a tokenizer)")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
@@ -100,26 +100,21 @@ def main() -> None:
     else:
         ids = english_ids(tokenizer, total)
     document, question = ids.split([num_tokens, QUESTION_TOKENS], dim=1)
-    print(f"{arguments.model}: {model.dtype}, a document of {num_tokens:,} tokens, a question of {QUESTION_TOKENS}")
-    print(f"{'cache':>8} {'file':>11} {'save':>9}   seconds to load, and to the first token")
-    cells = []
-    for name in arguments.caches:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            cell = measure(model, name, document, question, tokenizer is not None, Path(folder, "document.kv"))
-        print(f"{name:>8} {cell['file_bytes'] / 2**20:>7,.1f} MiB {cell['save_seconds']:>7.2f} s", end="")
-        for way, result in cell["ways"].items():
-            print(f"   {way}: {result['cache_seconds']:.2f}, {result['first_token_seconds']:.2f}", end="")
-        print(flush=True)
-        cells.append(cell)
-    record = {
-        "model": arguments.model,
-        "dtype": str(model.dtype),
-        "prefill": "synthetic" if tokenizer is None else "real",
-        "cells": cells,
-    }
-    folder = arguments.out or records.RESULTS / "reload" / arguments.model
-    print(f"record: {records.save('reload', record, folder)}")
-    print(json.dumps({cell["cache"]: round(cell["ways"]["read"]["first_token_seconds"], 3) for cell in cells}))
+
+    def cells() -> Iterator[tuple[str, Cell]]:
+        for name in arguments.caches:
+            with TemporaryDirectory(dir=arguments.folder) as folder:
+                yield name, measure(model, name, document, question, tokenizer is not None, Path(folder, "document.kv"))
+
+    publish(
+        "reload",
+        cells(),
+        arguments.out or records.RESULTS / "reload" / arguments.model,
+        lambda cell: {way: result["first_token_seconds"] for way, result in cell["ways"].items()},
+        model=arguments.model,
+        dtype=str(model.dtype),
+        prefill="synthetic" if tokenizer is None else "real",
+    )
 
 
 if __name__ == "__main__":

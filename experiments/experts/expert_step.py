@@ -9,8 +9,7 @@ take, in the same run. `batched_mm` copies the experts of each token: for a prom
 that does not fit.
 """
 
-import json
-from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,10 +20,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, read_bandwidth
+from experiments.common.harness import Cell, publish
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import fill
-from experiments.common.timing import medians, samples_in_turns
-from experiments.experts.random_experts import cut_config, random_model, twin_of
+from experiments.common.timing import medians, samples_in_turns, seconds_of
+from experiments.experts.random_experts import cut_config, expert_names, random_model, twin_of
 from hf_hybrid_cache import get_num_threads, move_experts_to_host, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -50,10 +50,9 @@ class Form:
         self.model, self._implementation = model, implementation
         self.expert_seconds: list[float] = []
         self._began = 0.0
-        for name, module in model.named_modules():
-            if name.endswith(".experts"):
-                module.register_forward_pre_hook(self._begin)
-                module.register_forward_hook(self._end)
+        for name in expert_names(model):
+            model.get_submodule(name).register_forward_pre_hook(self._begin)
+            model.get_submodule(name).register_forward_hook(self._end)
 
     @torch.inference_mode()
     def run(self, ids: torch.Tensor, cache: Cache) -> float:
@@ -61,9 +60,7 @@ class Form:
         if self._implementation is not None:
             self.model.set_experts_implementation(self._implementation)
         self.expert_seconds.append(0.0)
-        start = perf_counter()
-        self.model(ids, **cache_argument(cache), logits_to_keep=1)
-        return perf_counter() - start
+        return seconds_of(partial(self.model, ids, **cache_argument(cache), logits_to_keep=1))
 
     def _begin(self, *_: Any) -> None:
         self._began = perf_counter()
@@ -91,9 +88,8 @@ class Bench:
         self.choices = config.num_experts_per_tok
         self.forms: dict[str, Form] = {}
         self.expert_bytes: dict[str, float] = {}
-        theirs = {name: twin_of(model) for name in THEIRS}
-        for form, twin in theirs.items():
-            self.forms[form] = Form(twin, form)
+        for form in THEIRS:
+            self.forms[form] = Form(twin_of(model), form)
         for form, bits in OURS.items():
             twin = twin_of(model)
             report = move_experts_to_host(twin, bits)
@@ -106,7 +102,7 @@ class Bench:
         self.expert_bytes[ALL_IN_4_BITS] = self.expert_bytes["ours 4 bits"]
         self.layers, self.experts = report.expert_layers, report.experts
 
-    def measure(self, num_tokens: int, context: int, rounds: int) -> dict[str, Any]:
+    def measure(self, num_tokens: int, context: int, rounds: int) -> Cell:
         """A cell: `num_tokens` at once after `context` others; raw samples in seconds."""
         left_out = {}
         copied = num_tokens * self.choices * self.expert_bytes["ours"]
@@ -129,7 +125,7 @@ class Bench:
             return self.forms[name].run(ids, caches[name])
 
         self._memory.forget()
-        samples = samples_in_turns({name: _bound(run, name) for name in names}, rounds, before)
+        samples = samples_in_turns({name: partial(run, name) for name in names}, rounds, before)
         bandwidth = self._memory.report()
         of_experts = {name: self._taken(name, rounds, per_round=2 if num_tokens == 1 else 1) for name in names}
         steps, experts = medians(samples), medians(of_experts)
@@ -161,21 +157,6 @@ class Bench:
         return taken
 
 
-def _bound(run: Callable[[str], float], name: str) -> Callable[[], float]:
-    return lambda: run(name)
-
-
-def print_cell(cell: dict[str, Any]) -> None:
-    print(f"{cell['tokens']} tokens after {cell['context_tokens']:,}{'whole':>24}{'experts':>13}{'of plain sum':>14}")
-    for name, seconds in cell["median_seconds"].items():
-        experts = cell["median_expert_seconds"][name]
-        share = f"{cell['share_of_plain_sum'][name]:.0%}" if cell["share_of_plain_sum"] else ""
-        whole, part = (cell[f"best_of_transformers_over{end}"][name] for end in ("", "_experts"))
-        print(f"{name:<26}{seconds * 1e3:>9.2f} ms{whole:>6.2f}x{experts * 1e3:>9.2f} ms{part:>6.2f}x{share:>7}")
-    for name, reason in cell["left_out"].items():
-        print(f"{name:<26} {reason}")
-
-
 def main() -> None:
     parser = experiment_parser("expert_step", __doc__)
     parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B", help="a built-in shape with experts")
@@ -187,22 +168,22 @@ def main() -> None:
     memory = MemoryReader(arguments.buffer_mib)
     read_bandwidth(memory)
     bench = Bench(arguments.model, arguments.layers, memory)
-    cells = [bench.measure(1, arguments.context, arguments.rounds)]
-    print_cell(cells[-1])
-    cells.append(bench.measure(arguments.prompt, 0, max(3, arguments.rounds // 4)))
-    print_cell(cells[-1])
-    record = {
-        "model": arguments.model,
-        "layers": arguments.layers,
-        "vocabulary": bench.config.vocab_size,
-        "dtype": str(DTYPE),
-        "threads": get_num_threads(),
-        "experts": {"of_a_layer": bench.experts, "chosen": bench.choices, "bytes": bench.expert_bytes},
-        "cells": cells,
-    }
-    folder = arguments.out or records.RESULTS / "expert_step" / arguments.model.rpartition("/")[2].lower()
-    print(f"record: {records.save('expert_step', record, folder)}")
-    print(json.dumps({str(cell["tokens"]): cell["best_of_transformers_over"] for cell in cells}))
+    sizes = (1, arguments.context, arguments.rounds), (arguments.prompt, 0, max(3, arguments.rounds // 4))
+    publish(
+        "expert_step",
+        (
+            (f"{tokens} tokens after {context}", bench.measure(tokens, context, rounds))
+            for tokens, context, rounds in sizes
+        ),
+        arguments.out or records.RESULTS / "expert_step" / arguments.model.rpartition("/")[2].lower(),
+        lambda cell: cell["best_of_transformers_over"],
+        model=arguments.model,
+        layers=arguments.layers,
+        vocabulary=bench.config.vocab_size,
+        dtype=str(DTYPE),
+        threads=get_num_threads(),
+        experts={"of_a_layer": bench.experts, "chosen": bench.choices, "bytes": bench.expert_bytes},
+    )
 
 
 if __name__ == "__main__":

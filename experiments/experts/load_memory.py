@@ -6,22 +6,22 @@ by one. Each way to load has a process of its own. Anonymous memory is what a pr
 resident memory has pages of the mapped files besides, which the system may take away at any time.
 """
 
-import json
-import shutil
-import subprocess
+import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from experiments.common import records
+from experiments.common.harness import Cell, publish
 from experiments.common.options import plain_parser
+from experiments.common.told_process import ToldProcess, tell
 from experiments.experts.random_experts import cut_config, random_model
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 
@@ -45,9 +45,7 @@ def write_checkpoint(layers: int, experts: int, vocabulary: int, folder: Path) -
 
 
 def load(way: str, folder: Path) -> dict[str, Any]:
-    """Load in this process; what the model takes, and seconds. Lines of JSON say when it begins and ends."""
-    torch.ones(1).sum()  # libraries that are loaded with the first operation
-    print(json.dumps({"before": memory_of("self")}), flush=True)
+    """Load in this process; what the model takes, and seconds."""
     begin = time.perf_counter()
     config = WAYS[way]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
@@ -61,6 +59,14 @@ def load(way: str, folder: Path) -> dict[str, Any]:
     return {"model_bytes": num_bytes, "seconds": time.perf_counter() - begin, "after": memory_of("self")}
 
 
+def answers(way: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the process and its memory before, and, told to, what it has loaded."""
+    torch.ones(1).sum()  # libraries that are loaded with the first operation
+    yield {"process": os.getpid(), "before": memory_of("self")}
+    for _ in sys.stdin:
+        yield load(way, folder)
+
+
 def memory_of(process: int | str) -> dict[str, int]:
     """Bytes of anonymous and of resident memory."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -68,19 +74,17 @@ def memory_of(process: int | str) -> dict[str, int]:
     return {"anonymous": found["RssAnon"], "resident": found["VmRSS"]}
 
 
-def measure(way: str, folder: Path) -> dict[str, Any]:
+def measure(way: str, folder: Path) -> Cell:
     """Load in one way in a process of its own, and watch its memory from here."""
     command = [sys.executable, "-m", "experiments.experts.load_memory", "--only", way, "--folder", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        before = json.loads(process.stdout.readline())["before"]
+    with closing(ToldProcess(command)) as process:
+        before = process.first["before"]
         peak, ended = dict(before), threading.Event()
-        watcher = threading.Thread(target=_watch, args=(process.pid, peak, ended))
+        watcher = threading.Thread(target=_watch, args=(process.first["process"], peak, ended))
         watcher.start()
-        line = process.stdout.readline()
+        cell = process.ask("load")
         ended.set()
         watcher.join()
-    cell = json.loads(line)
     ratios = {f"{kind}_ratio": (peak[kind] - before[kind]) / cell["model_bytes"] for kind in peak}
     return {"way": way, **cell, "before": before, "peak": peak, **ratios}
 
@@ -95,18 +99,6 @@ def _watch(process: int, peak: dict[str, int], ended: threading.Event) -> None:
             peak[kind] = max(peak[kind], num_bytes)
 
 
-def cells(folder: Path) -> Iterator[dict[str, Any]]:
-    print(f"{'way':<34} {'model':>9} {'anonymous':>16} {'resident':>16}")
-    for way in WAYS:
-        cell = measure(way, folder)
-        sizes = [
-            f"{(cell['peak'][kind] - cell['before'][kind]) / 2**30:>6.2f} GiB {cell[f'{kind}_ratio']:>.3f}x"
-            for kind in ("anonymous", "resident")
-        ]
-        print(f"{way:<34} {cell['model_bytes'] / 2**30:>5.2f} GiB {sizes[0]} {sizes[1]}")
-        yield cell
-
-
 def main() -> None:
     parser = plain_parser("load_memory", __doc__)
     parser.add_argument("--layers", type=int, default=4, help="each takes 1.25 GB of disk; the embeddings 1.24 GB")
@@ -116,17 +108,13 @@ def main() -> None:
     parser.add_argument("--only", choices=WAYS, help="load from --folder in this process and print JSON")
     arguments = parser.parse_args()
     if arguments.only:
-        print(json.dumps(load(arguments.only, arguments.folder)), flush=True)
+        tell(answers(arguments.only, arguments.folder))
         return
-    folder = Path(tempfile.mkdtemp(prefix="load_memory-", dir=arguments.folder))
-    try:
-        config = write_checkpoint(arguments.layers, arguments.experts, arguments.vocabulary, folder)
-        found = list(cells(folder))
-    finally:
-        shutil.rmtree(folder)
-    record = {"model": config.to_diff_dict(), "bits": BITS, "cells": found}
-    print(f"record: {records.save('load_memory', record, arguments.out)}")
-    print(json.dumps({cell["way"]: round(cell["anonymous_ratio"], 4) for cell in found}))
+    with TemporaryDirectory(prefix="load_memory-", dir=arguments.folder) as folder:
+        config = write_checkpoint(arguments.layers, arguments.experts, arguments.vocabulary, Path(folder))
+        cells = ((way, measure(way, Path(folder))) for way in WAYS)
+        told = {"model": config.to_diff_dict(), "bits": BITS}
+        publish("load_memory", cells, arguments.out, lambda cell: cell["anonymous_ratio"], **told)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of context add.
 `x ours` is that, over the same of ours with as many bits. KV held, after the last step: of caches their tensors, of
 llama.cpp what `llama_state_seq_get_size` counts. The cosine is that of logits with those of the model in float32.
 
-`--model llama-3.2-1b-random` measures longer contexts, of random keys and values, without llama.cpp.
 """
 
 from statistics import fmean
@@ -25,6 +24,7 @@ from experiments.common.harness import Cell, finish, rounded, table
 from experiments.common.options import experiment_parser
 from experiments.common.reading import CacheEngine, Engine, Passage, Reader, read_passage
 from experiments.common.synthetic import kv_bytes
+from experiments.common.texts import english_ids
 from experiments.common.timing import in_turns, medians
 from experiments.peers import llama_cpp
 from experiments.quality.quality_caches import CACHES, filled, installed_version, reasons_to_skip
@@ -32,8 +32,7 @@ from hf_hybrid_cache import DynamicHybridCache, get_num_threads, set_num_threads
 from hf_hybrid_cache.models import load
 
 DTYPE = torch.bfloat16
-SMOLLM2 = "smollm2-135m"
-CONTEXTS = {SMOLLM2: [1024, 4096, 8000], "llama-3.2-1b-random": [8192, 32_768]}
+MODEL = "smollm2-135m"
 # Bits of a number, by engine; those with as many are compared.
 BITS = {
     "ours-16": 16,
@@ -49,25 +48,26 @@ BITS = {
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
 
-def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[str], threads: int) -> dict[str, str]:
+def reasons_to_leave_out(model: PreTrainedModel, names: list[str], threads: int) -> dict[str, str]:
     """Return the reasons why some engines cannot be measured here, by name."""
     reasons = {}
     for name in names:
         package = PACKAGES.get(name.split("-")[0])
         if package and installed_version(package) is None:
             reasons[name] = f"not installed: pip install {package}"
-        elif name in llama_cpp.FORMS and model_name != SMOLLM2:
-            reasons[name] = f"reads {SMOLLM2} only"
         elif name in llama_cpp.FORMS and (reason := llama_cpp.reason_to_skip(name, threads)):
             reasons[name] = reason
     peers = [name for name in names if name in CACHES and name not in reasons]
     return reasons | reasons_to_skip(model, torch.arange(80)[None], peers)
 
 
-def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int, Passage]:
+def read_passages(contexts: list[int], steps: int) -> dict[int, Passage]:
     """Read a passage of each length with the model in float32, which is freed afterwards."""
-    model, tokenizer = load(model_name, torch.float32, "cpu")
-    return {context: read_passage(model, tokenizer, context, steps, DTYPE) for context in contexts}
+    model, tokenizer = load(MODEL, torch.float32, "cpu")
+    assert tokenizer is not None
+    return {
+        context: read_passage(model, english_ids(tokenizer, context + steps), context, DTYPE) for context in contexts
+    }
 
 
 def make_readers(
@@ -129,13 +129,12 @@ def times_ours(added: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     parser = experiment_parser("peers", __doc__)
-    parser.add_argument("--model", choices=CONTEXTS, default=SMOLLM2)
-    parser.add_argument("--contexts", type=int, nargs="+", help="tokens, two or more (default: by --model)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8000], help="tokens, two or more")
     parser.add_argument("--engines", nargs="+", choices=BITS, default=list(BITS), metavar="NAME", help=", ".join(BITS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=get_num_threads())
     arguments = parser.parse_args()
-    contexts = sorted(set(arguments.contexts or CONTEXTS[arguments.model]))
+    contexts = sorted(set(arguments.contexts))
     steps = 2 * (arguments.rounds + 1)  # a timed and an untimed one in each round, and in one to warm up
     if len(contexts) < 2:
         parser.error("What a longer context adds takes two --contexts or more.")
@@ -143,17 +142,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     memory = MemoryReader(arguments.buffer_mib)
     rate = read_bandwidth(memory)
-    model, tokenizer = load(arguments.model, DTYPE, "cpu")
+    model, _ = load(MODEL, DTYPE, "cpu")
     if contexts[-1] + steps > model.config.max_position_embeddings:
         parser.error(
-            f"{arguments.model} has {model.config.max_position_embeddings:,} positions, fewer than the "
+            f"{MODEL} has {model.config.max_position_embeddings:,} positions, fewer than the "
             f"{contexts[-1]:,} tokens and {steps} steps."
         )
     print(f"ceiling: 1,000 tokens of 16-bit KV are read in {kv_bytes(model.config, 1000, DTYPE) / rate * 1e3:.3f} ms")
     asked = [name for name in BITS if name in arguments.engines]
-    left_out = reasons_to_leave_out(arguments.model, model, asked, arguments.threads)
+    left_out = reasons_to_leave_out(model, asked, arguments.threads)
     names = [name for name in asked if name not in left_out]
-    readers = make_readers(model, read_passages(arguments.model, contexts, steps), names, arguments.threads)
+    readers = make_readers(model, read_passages(contexts, steps), names, arguments.threads)
     cells = measure(readers, arguments.rounds)
     for cell in cells:
         print(table(str(cell["context_tokens"]), cell))
@@ -163,8 +162,8 @@ def main() -> None:
         file = llama_cpp.gguf_file()
         library = {"weights": file and file.name, **llama_cpp.report()}
     record: Cell = {
-        "model": arguments.model,
-        "prefill": "real" if tokenizer else "synthetic",
+        "model": MODEL,
+        "prefill": "real",
         "dtype": str(DTYPE),
         "threads": arguments.threads,
         "peers": {package: installed_version(package) for package in (*PACKAGES.values(), llama_cpp.PACKAGE)},
@@ -178,7 +177,7 @@ def main() -> None:
     print(table("1,000 tokens more", {key: record[key] for key in ("added_seconds_per_1000_tokens", "times_ours")}))
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}")
-    folder = arguments.out or records.RESULTS / "peers" / arguments.model
+    folder = arguments.out or records.RESULTS / "peers" / MODEL
     finish("peers", record, rounded({name: seconds * 1e3 for name, seconds in added.items()}), folder)
 
 

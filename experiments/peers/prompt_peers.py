@@ -4,8 +4,8 @@ Whole prompts beside llama.cpp and ik_llama.cpp: the same model, weights and key
 llama.cpp reads in batches of 512 tokens, as it does by default, with flash attention; weights repacked or not,
 whichever reads 512 tokens faster. A library starts anew for each prompt, and reads 256 tokens before the timed ones;
 ours and `stock` read 512 once. A row that would take longer than a limit, if a prompt costs its square, is left out.
-`stock` is transformers' `DynamicCache`, in one piece; ours read in chunks of 2,048. Token ids are random. Either
-library may be installed for another Python.
+`stock` is transformers' `DynamicCache`, in one piece; ours read in chunks. Token ids are random. Either library may be
+installed for another Python.
 """
 
 import time
@@ -32,12 +32,11 @@ ROWS = {
     row.name: row
     for row in [
         Row("stock", 16, 16),
-        Row("ours", 16, 8),
+        *(Row("ours", 16, bits) for bits in (8, 4, 2)),
         *(Row(engine, *bits) for engine in ("ours", *LIBRARIES) for bits in _BITS),
         *(Row(engine, 8, 16) for engine in LIBRARIES),
     ]
 }
-CHUNK = default_chunk(on_gpu=False)
 TRIED_TOKENS = 512
 
 
@@ -47,6 +46,7 @@ class Bench:
 
     given: Setup
     threads: int
+    chunk: int
     orders: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, row: Row, tokens: int) -> float:
@@ -62,7 +62,7 @@ class Bench:
         ids = torch.randint(5, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
         cache = empty_cache(row, model.config)
         start = time.perf_counter()
-        prefill(model, cache, ids, tokens if row.engine == "stock" else CHUNK)
+        prefill(model, cache, ids, tokens if row.engine == "stock" else self.chunk)
         return time.perf_counter() - start
 
     def library_seconds(self, row: Row, tokens: int, order: str) -> float:
@@ -104,10 +104,11 @@ def main() -> None:
     parser = plain_parser("prompt_peers/MODEL", __doc__)
     add_row_options(parser, CONTEXTS, ROWS, rounds=2)
     parser.add_argument("--tokens", type=int, nargs="+", help="(default: by --model)")
+    parser.add_argument("--chunk", type=int, default=default_chunk(on_gpu=False), help="of ours (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=1000.0, help="seconds of a prompt (default: %(default)s)")
     arguments = parser.parse_args()
     given = set_up(arguments, ROWS)
-    bench = Bench(given, arguments.threads)
+    bench = Bench(given, arguments.threads, arguments.chunk)
     theirs = [row for row in given.rows if row.engine in LIBRARIES]
     tried = {row.name: bench.choose_order(row) for row in theirs}
     rows = [row for row in given.rows if row not in theirs or row.name in bench.orders]
@@ -129,7 +130,7 @@ def main() -> None:
         lambda cell: cell["median_seconds"],
         model=arguments.model,
         dtype=str(DTYPE),
-        chunk=CHUNK,
+        chunk=arguments.chunk,
         limit_seconds=arguments.limit,
         threads=arguments.threads,
         orders=bench.orders,

@@ -4,8 +4,7 @@ Seconds to the first token from a server: `hf-hybrid-cache serve`, and llama.cpp
 Both have the same model: ours with weights in 4 bits and keys and values in 8; llama.cpp with its own file of 4-bit
 weights, and keys and values in 16 bits, as it took 150 s for such a prompt with 8. A client asks about a document of
 English text, each of some questions in a conversation of its own, which both servers get in turns; then it goes on with
-one conversation. Ours starts anew with the same store, too, and asks once more. Beside: the seconds of a token,
-streamed by our server, and by `generate` in this process, in turns.
+one conversation. Ours starts anew with the same store, too, and asks once more.
 
 `--large` takes the shape of Llama 3.2-1B with random weights and the tokenizer of the small model. Its record has no
 first question: both servers read for many minutes, so that nobody has to leave the machine alone meanwhile.
@@ -14,7 +13,6 @@ first question: both servers read for many minutes, so that nobody has to leave 
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,15 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from experiments.common import records
+from experiments.common.harness import finish, rounded
 from experiments.common.options import plain_parser
 from experiments.common.texts import english_ids
 from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import gguf_file
-from hf_hybrid_cache import QuantizedHybridCache, fuse_decode, quantize_weights
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load, load_config
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -97,56 +92,12 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def streamed_token(url: str, tokens: int) -> float:
-    """Seconds a token of a streamed answer, after the first piece."""
-    answer = ask(url, [user("Tell a long story.")], tokens)
-    return (answer["times"][-1] - answer["times"][0]) / tokens
-
-
-class Generating:
-    """`generate` in this process, with the model, the weights and the cache of our server."""
-
-    def __init__(self, weights: int) -> None:
-        self._model, tokenizer = load(MODEL, torch.bfloat16, "cpu")
-        assert tokenizer is not None
-        quantize_weights(self._model, weights)
-        fuse_decode(self._model)
-        messages = [user("Tell a long story.")]
-        self._inputs: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-
-    def token(self, tokens: int) -> float:
-        """Seconds a token after the first ones."""
-        seconds = []
-        for number in (1, tokens):
-            cache = QuantizedHybridCache(self._model.config, bits=BITS)
-            start = time.perf_counter()
-            self._model.generate(  # type: ignore[operator]
-                **self._inputs, **cache_argument(cache), max_new_tokens=number, min_new_tokens=number, do_sample=False
-            )
-            seconds.append(time.perf_counter() - start)
-        return (seconds[1] - seconds[0]) / (tokens - 1)
-
-
-def seconds_of_tokens(url: str, weights: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a token, streamed by our server and from `generate` in this process, in turns."""
-    tokens: dict[str, list[float]] = {"streamed": [], "generate": []}
-    generating = Generating(weights)
-    generating.token(8)
-    for _ in range(rounds):
-        tokens["streamed"].append(streamed_token(url, 200))
-        tokens["generate"].append(generating.token(200))
-    return tokens
-
-
 def main() -> None:
     parser = plain_parser("serving", __doc__)
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="that has llama-cpp-python[server]")
     parser.add_argument("--large", action="store_true", help="a model of 1.1 billion weights, which are random")
     parser.add_argument("--tokens", type=int, help="of the document (default: 7400, and 32768 with --large)")
     parser.add_argument("--weights", type=int, default=4, choices=(4, 8), help="bits (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the seconds of a token (default: %(default)s)")
     arguments = parser.parse_args()
     tokens_read = arguments.tokens or (32768 if arguments.large else 7400)
     threads = str(records.num_cores())
@@ -190,26 +141,21 @@ def main() -> None:
                     talks[server].append(user(turn))
                     said = note(server, "next turn", ask(urls[server], talks[server]))
                     talks[server].append({"role": "assistant", "content": said})
-            token_seconds = (
-                {} if arguments.large else seconds_of_tokens(urls[OURS], arguments.weights, arguments.rounds)
-            )
         with serving(ours, "http://127.0.0.1:8181/v1", {}) as urls[OURS]:
             ask(urls[OURS], [user("Hello.")])
             for question in ("What is a function?", "What is an expression?"):
                 note(OURS, "after a restart", ask(urls[OURS], [user(f"{text}\n\n{question}")]))
     if arguments.large:
         for by_question in seconds.values():
-            by_question.pop("first question")
+            del by_question["first question"]
     record = {
         "model": LARGE if arguments.large else MODEL,
         "document_tokens": tokens_read,
         "weights_bits": arguments.weights,
         "kv_bits": {OURS: BITS, PEER: 16},
         "first_token_seconds": seconds,
-        "token_seconds": token_seconds,
-        "median_token_seconds": {name: statistics.median(each) for name, each in token_seconds.items()},
     }
-    print(f"a token: {record['median_token_seconds']}\nrecord: {records.save('serving', record, arguments.out)}")
+    finish("serving", record, rounded(seconds), arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -26,7 +27,7 @@ from experiments.common.decoding import GreedyDecoder
 from experiments.common.harness import Cell, publish
 from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill, llama_1b_config, random_states
-from experiments.common.timing import seconds_of
+from experiments.common.timing import medians, samples_in_turns, seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, minmax, set_num_threads
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -64,11 +65,11 @@ class Together:
             self._pipes.append(ours)
         self.host_bytes: list[int] = [pipe.recv() for pipe in self._pipes]
 
-    def seconds(self, what: str, tokens: int) -> list[float]:
-        """Return the seconds of each token, as the first process measures them."""
+    def seconds(self, what: str, tokens: int) -> float:
+        """Return the seconds of a token, the median of so many, as the first process measures them."""
         for pipe in self._pipes:
             pipe.send((what, tokens))
-        taken: list[list[float]] = [pipe.recv() for pipe in self._pipes]
+        taken: list[float] = [pipe.recv() for pipe in self._pipes]
         return taken[0]
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ def _process(
         if group is not None:
             distributed.barrier()
         actions[what]()
-        pipe.send([seconds_of(actions[what]) for _ in range(tokens)])
+        pipe.send(statistics.median(seconds_of(actions[what]) for _ in range(tokens)))
     if group is not None:
         distributed.destroy_process_group()
 
@@ -136,41 +137,34 @@ def _attention(cache: HybridCache, config: LlamaConfig) -> Callable[[], None]:
 def measure(
     config: LlamaConfig, processes: int, bits: int | None, context: int, starts: int, rounds: int, tokens: int
 ) -> Cell:
-    """A cell: both in turns, in an order that alternates; a first round is not counted."""
-    samples: dict[str, dict[str, list[list[float]]]] = {what: {"one": [], "shared": []} for what in (ATTENTION, STEP)}
+    """A cell of both in turns: medians of each start, and the medians of these."""
+    sizes = {"one": (1, processes), "shared": (processes, 1)}  # processes, and threads of each
+    samples: dict[str, list[list[float]]] = {f"{what}, {name}": [] for what in (ATTENTION, STEP) for name in sizes}
     for _ in range(starts):
         with ExitStack() as stack:
-            given = config, bits, context
             sides = {
-                name: stack.enter_context(closing(Together(count, threads, *given)))
-                for name, count, threads in (("one", 1, processes), ("shared", processes, 1))
+                name: stack.enter_context(closing(Together(*size, config, bits, context)))
+                for name, size in sizes.items()
             }
-            for of_side in (of_side for of_sides in samples.values() for of_side in of_sides.values()):
-                of_side.append([])
-            for turn in range(rounds + 1):
-                for what, of_sides in samples.items():
-                    for name in list(sides)[:: 1 if turn % 2 else -1]:
-                        seconds = sides[name].seconds(what, tokens)
-                        if turn:
-                            of_sides[name][-1] += seconds
-    medians = {
-        what: {name: [statistics.median(of_start) for of_start in of_starts] for name, of_starts in of_sides.items()}
-        for what, of_sides in samples.items()
-    }
+            measures = {
+                f"{what}, {name}": partial(side.seconds, what, tokens)
+                for what in (ATTENTION, STEP)
+                for name, side in sides.items()
+            }
+            for name, seconds in samples_in_turns(measures, rounds, lambda name: None).items():
+                samples[name].append(seconds)
+    of_starts = {name: [statistics.median(each) for each in found] for name, found in samples.items()}
     ratios = {
-        what: [shared / one for one, shared in zip(of_sides["one"], of_sides["shared"], strict=True)]
-        for what, of_sides in medians.items()
+        what: [shared / one for one, shared in zip(*(of_starts[f"{what}, {name}"] for name in sizes), strict=True)]
+        for what in (ATTENTION, STEP)
     }
     held = {name: side.host_bytes for name, side in sides.items()}
     return {
         "processes": processes,
         "bits": bits,
         "context_tokens": context,
-        "median_seconds": {
-            what: {name: statistics.median(seconds) for name, seconds in of_sides.items()}
-            for what, of_sides in medians.items()
-        },
-        "times_one": {what: statistics.median(of_starts) for what, of_starts in ratios.items()},
+        "median_seconds": medians(of_starts),
+        "times_one": medians(ratios),
         "times_one_of_starts": ratios,
         "host_bytes": held,
         "share_of_bytes": max(held["shared"]) / held["one"][0],

@@ -11,17 +11,16 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-import psutil
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from experiments.common import records
 from experiments.common.bandwidth import MemoryReader, read_bandwidth
 from experiments.common.decoding import GreedyDecoder
 from experiments.common.harness import Cell, publish
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import decode_states, filled_cache, kv_bytes, llama_1b_config, random_states
 from experiments.common.timing import in_turns, medians
-from experiments.common.topology import num_numa_nodes, num_sockets
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -75,14 +74,11 @@ def measure(threads: list[int], num_tokens: int, rounds: int, reader: MemoryRead
 
 def main() -> None:
     parser = experiment_parser("thread_sweep", __doc__)
-    cores = psutil.cpu_count(logical=False) or 1
-    usable = min(cores, len(os.sched_getaffinity(0)))
+    usable = min(records.num_cores(), len(os.sched_getaffinity(0)))
     parser.add_argument("--threads", type=int, nargs="+", default=list(range(1, usable + 1)))
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    machine = {"physical_cores": cores, "sockets": num_sockets(), "numa_nodes": num_numa_nodes()}
-    print("machine: " + ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in machine.items()))
     reader = MemoryReader(arguments.buffer_mib)
     read_bandwidth(reader)
     cells = measure(arguments.threads, arguments.tokens, arguments.rounds, reader)
@@ -92,7 +88,6 @@ def main() -> None:
         ((str(cell["threads"]), cell) for cell in cells),
         arguments.out,
         lambda cell: cell["kv_bytes_per_second"] / 1e9,
-        machine=machine,
         tokens=arguments.tokens,
         dtype=str(DTYPE),
     )

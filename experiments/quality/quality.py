@@ -12,7 +12,6 @@ windows each cache has its own. What a cache holds is measured after the steps o
 """
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from experiments.common import records
+from experiments.common.harness import finish, table
 from experiments.common.options import plain_parser
 from experiments.common.texts import TEXTS, english_ids
 from experiments.quality import retrieval
@@ -33,13 +32,7 @@ from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparamet
 from hf_hybrid_cache.models import load
 
 MEASURES = ("perplexity", "passkey", "needles", "reparametrized")
-SMOKE = {
-    "windows": [256],
-    "window": 256,
-    "reparametrizations": ["values permuted"],
-    "contexts": [768],
-    "depths": 1,
-}
+SMOKE = {"windows": [256], "window": 256, "reparametrizations": ["values permuted"], "contexts": [768], "depths": 1}
 
 
 @dataclass(frozen=True)
@@ -83,13 +76,9 @@ def measure_perplexity(subject: Subject, windows: list[int], texts: int, scored_
 
 def show(cell: dict[str, Any]) -> None:
     """Print what `score_window` returns."""
-    titles = f"{'perplexity':>11}{'increase':>11}{'KL, nats':>10}{'same top':>10}{'of bf16':>9}{'time':>9}"
-    print(f"{'cache':<20}{titles}")
-    for name, row in cell["caches"].items():
-        print(
-            f"{name:<20}{row['perplexity']:>11.4f}{row['increase']:>+11.2%}{row['kl_nats']:>10.5f}"
-            f"{row['same_top_token']:>10.1%}{row['share_of_bfloat16']:>9.1%}{row['seconds']:>7.1f} s"
-        )
+    rows = cell["caches"]
+    figures = ("perplexity", "increase", "kl_nats", "same_top_token", "share_of_bfloat16", "seconds")
+    print(table("cache", {figure: {name: row[figure] for name, row in rows.items()} for figure in figures}))
 
 
 def measure_reparametrized(
@@ -107,15 +96,8 @@ def measure_reparametrized(
             cell = score_window(subject.model, ids, scored, subject.names)
         print(f"\n{name}: window of {window:,} tokens, {scored:,} scored; logits differ by up to {difference:.1e}")
         show(cell)
-        cells.append(
-            {
-                "measure": "reparametrized",
-                "reparametrization": name,
-                "largest_difference_of_logits": difference,
-                "window_tokens": window,
-                **cell,
-            }
-        )
+        told = {"reparametrization": name, "largest_difference_of_logits": difference, "window_tokens": window}
+        cells.append({"measure": "reparametrized", **told, **cell})
     return cells
 
 
@@ -125,8 +107,7 @@ def measure_retrieval(subject: Subject, measure: str, contexts: list[int], depth
         at_once = measure == "needles"
         cell = retrieval.retrieve(subject, context, len(retrieval.OWNERS) if at_once else depths, at_once)
         print(f"\n{measure}, {context:,} tokens: full precision finds {cell['counted']}, and of those")
-        for name, number in cell["found"].items():
-            print(f"{name:<20}{number:>3} of {cell['counted']}")
+        print(table("cache", {"found": cell["found"]}))
         cells.append({"measure": measure, **cell})
     return cells
 
@@ -234,8 +215,7 @@ def main() -> None:
         "left_out": skipped,
         "cells": cells,
     }
-    print(f"\nrecord: {records.save('quality', record, arguments.out)}")
-    print(json.dumps(summary(cells, subject.names)))
+    finish("quality", record, summary(cells, subject.names), arguments.out)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common.harness import Cell, publish
+from experiments.common.harness import Cell, publish, summed_up
 from experiments.common.options import plain_parser
+from experiments.common.timing import samples_in_turns
 from experiments.common.told_process import HERE, ToldProcess
 from hf_hybrid_cache import get_num_threads
 
@@ -25,29 +27,25 @@ STEPS = 5
 
 
 def measure(checkouts: dict[str, Path], work: dict[str, Any], rounds: int) -> Cell:
-    """A cell: raw samples, the median of each, and the median and quartiles of the ratios of all rounds."""
-    samples: dict[str, list[list[float]]] = {name: [] for name in checkouts}
+    """A cell: medians of each, raw samples, and the median and quartiles of the ratios of all rounds."""
     tokens: dict[str, list[int]] = {}
     with ExitStack() as stack:
-        processes = {}
-        for name, path in checkouts.items():
+
+        def started(path: Path) -> ToldProcess:
             command = [sys.executable, str(PROGRAM), json.dumps(work)]
-            process = ToldProcess(command, path, {**os.environ, "PYTHONPATH": str(path)})
-            processes[name] = stack.enter_context(closing(process))
-        for turn in range(rounds):
-            for name in list(processes)[:: 1 if turn % 2 else -1]:
-                seconds, tokens[name] = processes[name].ask(STEPS)
-                samples[name].append(seconds[1:])
-    medians = {name: [statistics.median(each) for each in turns] for name, turns in samples.items()}
-    ratios = [other / ours for other, ours in zip(medians["other"], medians["this"], strict=True)]
+            return stack.enter_context(closing(ToldProcess(command, path, {**os.environ, "PYTHONPATH": str(path)})))
+
+        processes = {name: started(path) for name, path in checkouts.items()}
+
+        def step(name: str) -> float:
+            seconds, tokens[name] = processes[name].ask(STEPS)
+            return statistics.median(seconds[1:])
+
+        samples = samples_in_turns({name: partial(step, name) for name in processes}, rounds, lambda name: None)
+    ratios = [other / ours for other, ours in zip(samples["other"], samples["this"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return work | {
-        "median_seconds": {name: statistics.median(each) for name, each in medians.items()},
-        "ratio": middle,
-        "ratio_quartiles": [low, high],
-        "same_tokens": tokens["other"] == tokens["this"],
-        "samples_seconds": samples,
-    }
+    same_tokens = tokens["other"] == tokens["this"]
+    return {**work, "ratio": middle, "ratio_quartiles": [low, high], "same_tokens": same_tokens, **summed_up(samples)}
 
 
 def revision(checkout: Path) -> str:

