@@ -1,7 +1,8 @@
 """Checkpoints: a cache goes back to what it was, whatever its layers have forgotten since."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_hybrid_cache import (
     prefill,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.layers import tensors_of
 
 from common.caches import CACHES, QUANTIZED, SPLIT, group_of_one, stock
 from common.interruptions import Interruption
@@ -101,13 +103,13 @@ def states(cache: HybridCache) -> list[torch.Tensor]:
     return [each for each in found if torch.is_tensor(each)]
 
 
-def quantized_4(config: PreTrainedConfig) -> HybridCache:
-    return QuantizedHybridCache(config, bits=4)
-
-
 some_caches = pytest.mark.parametrize(
     ("family", "make"),
-    [(family, make) for family in ("gemma3", "qwen3_next", "llama") for make in (DynamicHybridCache, quantized_4)],
+    [
+        pytest.param(family, make, id=f"{family}, {name}")
+        for family in ("gemma3", "qwen3_next", "llama")
+        for name, make in {"dynamic": DynamicHybridCache, "4 bits": partial(QuantizedHybridCache, bits=4)}.items()
+    ],
 )
 
 
@@ -134,24 +136,21 @@ def test_states_after_going_back_when_long_then_are_those_of_before(name: str):
     document.assert_back(torch.inf if name in SPLIT or name == "quantized_split_in_three" else 0)
 
 
+CHANGES: dict[str, tuple[Callable[[HybridCache], object], list[int]]] = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "both": (
+        lambda cache: (cache.batch_repeat_interleave(2), cache.reorder_cache(torch.arange(5, -1, -1))),
+        [2, 2, 1, 1, 0, 0],
+    ),
+}
+
+
 @some_caches
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (
-            lambda cache: (cache.batch_repeat_interleave(2), cache.reorder_cache(torch.arange(5, -1, -1))),
-            [2, 2, 1, 1, 0, 0],
-        ),
-    ],
-    ids=["reorder", "select", "repeat", "both"],
-)
-def test_checkpoint_when_sequences_change_then_follows(
-    family: str, make: MakeCache, change: Callable[[HybridCache], object], rows: list[int]
-):
-    document = Document(tiny_model(family), make, 200, batch=3)
+@pytest.mark.parametrize("name", CHANGES)
+def test_checkpoint_when_sequences_change_then_follows(family: str, make: MakeCache, name: str):
+    document, (change, rows) = Document(tiny_model(family), make, 200, batch=3), CHANGES[name]
     document.ask()
     for cache in (document.fresh, document.cache):
         change(cache)
@@ -186,12 +185,6 @@ def test_checkpoint_when_the_cache_takes_another_type_then_has_it_too(family: st
     document.ask()
     document.fresh, document.model = fresh.to(torch.bfloat16), tiny_model(family, torch.bfloat16)
     document.cache.to(torch.bfloat16)
-    document.assert_back()
-
-
-def test_document_when_read_by_prefill_then_is_gone_back_to():
-    document = Document(tiny_model("gemma3"), tokens=100, by_prefill=True)
-    document.ask()
     document.assert_back()
 
 
@@ -279,11 +272,6 @@ def test_memory_when_there_is_a_checkpoint_then_counts_small_states_alone(family
     assert document.cache.memory() == before
 
 
-def tensors_of(layer: object) -> Iterator[torch.Tensor]:
-    for value in vars(layer).values():
-        yield from (each for each in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(each))
-
-
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_go_back_when_a_pass_has_ended_half_way_then_the_cache_is_whole(family: str):
     document = Document(tiny_model(family))
@@ -291,12 +279,8 @@ def test_go_back_when_a_pass_has_ended_half_way_then_the_cache_is_whole(family: 
     def fail(*_: object) -> None:
         raise RuntimeError("ended")
 
-    hook = document.model.model.layers[2].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="ended"):
-            document.ask()
-    finally:
-        hook.remove()
+    with document.model.model.layers[2].register_forward_pre_hook(fail), pytest.raises(RuntimeError, match="ended"):
+        document.ask()
     with pytest.raises(IncompleteCacheError, match=r"go_back\(n\) to a checkpoint \(40\)"):
         document.cache.drop_unfinished()
     document.assert_back()

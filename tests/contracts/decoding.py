@@ -64,13 +64,8 @@ class Home:
     """A model's weights as they are, and where they are: `require` says that they are so again."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.parameters, self.device, self.dtype = (
-            model,
-            list(model.parameters()),
-            model.device,
-            model.dtype,
-        )
-        self.tensors = self._named()
+        self.model, self.device, self.dtype = model, model.device, model.dtype
+        self.parameters, self.tensors = list(model.parameters()), self._named()
 
     def _named(self) -> dict[str, torch.Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -222,6 +217,13 @@ class DecodesOnCpu:
     def test_drafts_when_without_an_assistant_then_tokens_are_the_same(self, options: dict[str, Any]):
         self.require_as_plain(random_prompt(1, 20), **options)
 
+    def test_inference_mode_leaves_ordinary_weights(self):
+        model, ids = self.make_model(), random_prompt(1, 20)
+        with torch.inference_mode():
+            tokens = decode(model, ids, custom_generate=self.decoder())
+        assert torch.equal(tokens.cpu(), plain(model, ids))
+        assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
     def test_new_tokens_alone_continue_a_conversation(self):
         model, ids = self.make_model(), random_prompt(2, 30)
         cache, mask = dynamic(model.config), torch.ones_like(ids).to(model.device)
@@ -288,48 +290,35 @@ class DecodesOnCpu:
     def test_kept_weights_are_not_copied_again(self):
         model, decoder = self.make_model(), self.decoder(keep_weights=True)
         watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
-        ids = random_prompt(1, 20)
-        outputs = [decode(model, ids, custom_generate=decoder, streamer=watcher) for _ in range(2)]
+        outputs = [decode(model, random_prompt(1, 20), custom_generate=decoder, streamer=watcher) for _ in range(2)]
         home, decoding = watcher.notes[0], watcher.notes[1]
         assert not set(home) & set(decoding)
         assert watcher.notes[22] == decoding
         assert torch.equal(*outputs)
 
-    def test_inference_mode_leaves_ordinary_weights(self):
-        model, ids = self.make_model(), random_prompt(1, 20)
-        with torch.inference_mode():
-            tokens = decode(model, ids, custom_generate=self.decoder())
-        assert torch.equal(tokens.cpu(), plain(model, ids))
-        assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
-
-    @pytest.mark.parametrize("end", ["processor", "interrupt"])
-    def test_an_exception_while_decoding_leaves_model_and_cache_whole(self, end: str):
-        model, ids, decoder = self.make_model(), random_prompt(1, 20), self.decoder()
-        home, cache, reference = Home(model), dynamic(model.config), plain(model, ids)
-        ends: dict[str, Any] = {
-            "processor": {"logits_processor": [Favour(model.device, fails_at=4)]},
-            "interrupt": {"streamer": interrupting(after=3)},
-        }
-        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
-            decode(model, ids, cache, custom_generate=decoder, **ends[end])
-        home.require(cache)
-        # The prompt is there, and what was computed after it.
-        assert cache.get_seq_length() > 20
-        cache.crop(19 - cache.get_seq_length())
-        assert torch.equal(decode(model, ids, cache, custom_generate=decoder).cpu(), reference)
-
-    def test_an_exception_in_the_prompt_leaves_model_and_cache_at_home(self):
+    @pytest.mark.parametrize("where", ["prompt", "processor", "streamer"])
+    def test_whatever_ends_a_call_model_and_cache_are_whole_and_at_home(self, where: str):
         model, ids, decoder = self.make_model(), random_prompt(1, 20), self.decoder()
         home, cache, reference = Home(model), dynamic(model.config), plain(model, ids)
 
         def stop_at_the_third_chunk(*_: Any) -> None:
-            if cache.get_seq_length() >= 10:
+            if where == "prompt" and cache.get_seq_length() >= 10:
                 raise KeyboardInterrupt
 
-        with model.model.register_forward_pre_hook(stop_at_the_third_chunk), pytest.raises(KeyboardInterrupt):
-            decode(model, ids, cache, custom_generate=decoder, prefill_chunk_size=5)
+        ends: dict[str, Any] = {
+            "prompt": {"prefill_chunk_size": 5},
+            "processor": {"logits_processor": [Favour(model.device, fails_at=4)]},
+            "streamer": {"streamer": interrupting(after=3)},
+        }
+        with (
+            model.model.register_forward_pre_hook(stop_at_the_third_chunk),
+            pytest.raises((ZeroDivisionError, KeyboardInterrupt)),
+        ):
+            decode(model, ids, cache, custom_generate=decoder, **ends[where])
         home.require(cache)
-        assert cache.get_seq_length() == 10
+        # What was computed before is there.
+        assert cache.get_seq_length() == 10 if where == "prompt" else cache.get_seq_length() > 20
+        cache.crop(min(0, 19 - cache.get_seq_length()))
         assert torch.equal(decode(model, ids, cache, custom_generate=decoder).cpu(), reference)
 
     @pytest.mark.parametrize("bits", [8, 4])

@@ -2,7 +2,7 @@
 The contract of every store of a layer's keys and values: any history leaves what plain tensors hold.
 
 A variant says where the states are and in which form; the machine draws the sizes, and checks after each change what
-is read, where each token lies in memory, and that reading changes nothing. One use, for a new place:
+is read, where the borders are, and that reading changes nothing. One use, for a new place:
 
     run_state_machine_as_test(machine_of(Variant({"cpu_decode": True}, is_split=True)))
 """
@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import LlamaConfig
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
-from hf_hybrid_cache.storage import GRANULE, InitialCapacity, KVShape, Layout, Pair, Run, Shard, Store, TokenBuffer
-from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage import GRANULE, InitialCapacity, KVShape, Layout, Pair, Shard, Store
 
 from common.caches import group_of_one
 from common.lazy_streams import copy_late
@@ -140,7 +139,7 @@ class Plain:
         self.states = self.states[0][indices], self.states[1][indices]
 
     def assert_held_by(self, store: Store) -> None:
-        """Check borders, what is read, and what lies in memory."""
+        """Check borders, and what is read."""
         layout, shard, count = self.layout, self.layout.shard, self.num_tokens
         assert store.is_intact
         assert store.num_tokens == count
@@ -158,41 +157,6 @@ class Plain:
         assert all(map(torch.equal, store.read(), expected))
         assert all(map(torch.equal, store.read_copy(), expected))
         assert store.version == version
-        store.wait_for_copies()
-        assert all(map(torch.equal, in_memory(store), expected))
-
-
-def in_memory(store: Store) -> Pair:
-    """Return all keys and values from the buffers, without the help of the store; codecs have tests of their own."""
-    found = plain = _entries(store.dense)
-    if store.packed is not None and store.codec is not None:
-        codec, whole = store.codec, []
-        for each, full, packed in zip((codec.keys, codec.values), plain, _entries(store.packed), strict=True):
-            decoded = full.new_empty(*full.shape[:2], packed.shape[2] * BLOCK, full.shape[3])
-            each.decode(packed, decoded)
-            first = min(store.sink_tokens, full.shape[2])
-            whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
-        found = whole[0], whole[1]
-    if store.ends is None:
-        return found
-    ends, first = _entries(store.ends), store.first_tokens
-    around = [torch.cat([end[:, :, :first], each, end[:, :, first:]], 2) for end, each in zip(ends, found, strict=True)]
-    return around[0], around[1]
-
-
-def tokens_in_memory(buffer: TokenBuffer, indices: torch.Tensor) -> torch.Tensor:
-    """`[batch, num_kv_heads, tokens, head_dim]`, found without the help of the buffer."""
-    data = buffer.stored_rows(buffer.capacity)
-    if not isinstance(buffer, BlockBuffer):
-        return data[indices].permute(1, 2, 0, 3) if buffer.token_major else data[:, :, indices]
-    block, place = indices // BLOCK, indices % BLOCK
-    found = data[block, :, :, :, place] if buffer.transposed else data[block, :, :, place, : buffer.shape[2]]
-    return found.permute(1, 2, 0, 3)
-
-
-def _entries(run: Run) -> Pair:
-    indices = torch.arange(run.num_entries)
-    return tokens_in_memory(run.keys, indices), tokens_in_memory(run.values, indices)
 
 
 _COUNTS = st.sampled_from([1, 1, 2, 63, 64, 65, 130, 257]) | st.integers(1, 400)

@@ -5,13 +5,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
@@ -19,6 +19,7 @@ from hf_hybrid_cache.planning import Machine, PlanError, model_cost
 from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.plans import make_plan
 
+from common.modes import ListStreamer
 from models.tiny_models import COMMON, random_prompt, tiny_model
 
 HUB = Path(__file__).parents[2] / "hub"
@@ -88,33 +89,20 @@ def test_an_assistant_and_embeddings_are_passed_on(model: PreTrainedModel):
 
 
 def test_a_streamer_gets_every_token(model: PreTrainedModel):
-    class Recorder(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.has_ended = False
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.has_ended = True
-
-    recorder = Recorder()
-    result = model.generate(random_prompt(1, 50), max_new_tokens=5, streamer=recorder, **BY_NAME)
-    assert recorder.tokens == result[0].tolist()
-    assert recorder.has_ended
+    streamer = ListStreamer()
+    result = model.generate(random_prompt(1, 50), max_new_tokens=5, streamer=streamer, **BY_NAME)
+    assert streamer.tokens == [*result[0].tolist(), -1]
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, [600, 1, 1]), ({"prefill_chunk_size": 512}, [512, 88, 1, 1])])
 def test_the_prompt_is_computed_in_chunks(model: PreTrainedModel, options: dict, expected: list[int]):
     lengths: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    with model.register_forward_pre_hook(note, with_kwargs=True):
         model.generate(random_prompt(1, 600), max_new_tokens=3, **options, **BY_NAME)
-    finally:
-        hook.remove()
     assert lengths == expected
 
 
@@ -154,45 +142,40 @@ def test_what_has_to_fit_is_what_generate_is_asked_for(
     batch_size: int,
     chunk: int,
 ):
-    class AskedError(Exception):
-        pass
+    asked: list[Any] = []
 
-    def ask(config: Any, *given: Any, **more: Any) -> None:
-        raise AskedError((config, *given, *more.values()))
+    def ask(*given: Any, **more: Any) -> HybridCache:
+        asked.extend([*given, *more.values()])
+        raise PlanError
 
     monkeypatch.setattr("hf_hybrid_cache.cache_for_budget", ask)
-    options = options if "input_ids" in options else {"input_ids": random_prompt(1, 100), **options}
-    with pytest.raises(AskedError) as asked:
-        model.generate(**options, gpu_memory="8GiB", host_memory="9GiB", **BY_NAME)
+    with pytest.raises(PlanError):
+        model.generate(
+            **{"input_ids": random_prompt(1, 100)} | options, gpu_memory="8GiB", host_memory="9GiB", **BY_NAME
+        )
     # The model is on the CPU.
-    assert asked.value.args[0] == (model.config, context, 0, "9GiB", batch_size, chunk)
+    assert asked == [model.config, context, 0, "9GiB", batch_size, chunk]
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({CACHE_ARGUMENT: "a cache"}, f"Leave out {CACHE_ARGUMENT}, or call generate without custom_generate"),
-        ({"use_cache": False}, "Leave out use_cache and cache_implementation, or"),
-        ({"cache_implementation": "static"}, "Leave out use_cache and cache_implementation, or"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "Leave out use_cache and cache_implementation"),
-    ],
-)
-def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel, option: dict, message: str):
-    if CACHE_ARGUMENT in option:
-        option = cache_argument(DynamicHybridCache(model.config))
-    with pytest.raises(ValueError, match=f"This generation method makes the cache itself. {message}"):
+OTHER_CACHES: list[dict[str, Any]] = [
+    cache_argument(DynamicHybridCache(tiny_model("llama").config)),
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"generation_config": GenerationConfig(use_cache=False)},
+]
+
+
+@pytest.mark.parametrize("option", OTHER_CACHES, ids=lambda option: next(iter(option)))
+def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel, option: dict[str, Any]):
+    way_out = f"{CACHE_ARGUMENT}, or call generate" if CACHE_ARGUMENT in option else "use_cache and cache_implem"
+    with pytest.raises(ValueError, match=f"This generation method makes the cache itself. Leave out {way_out}"):
         model.generate(random_prompt(1, 20), max_new_tokens=2, **option, **BY_NAME)
 
 
 def test_a_model_on_several_devices_has_to_say_what_there_is(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
     weights = [torch.empty(1, device="meta"), torch.empty(1)]
-    devices = [torch.device("cuda", index) for index in range(2)]
-
-    class Weight:
-        def __init__(self, device: torch.device):
-            self.device = device
-
-    monkeypatch.setattr(model, "parameters", lambda: [*weights, *map(Weight, devices)])
+    weights += [SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)]
+    monkeypatch.setattr(model, "parameters", lambda: weights)
     with pytest.raises(ValueError, match=r"the model is on cuda:0, cuda:1\. Pass gpu_memory"):
         model.generate(random_prompt(1, 20), max_new_tokens=2, **BY_NAME)
 

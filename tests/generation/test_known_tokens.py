@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, prefill
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from models.byte_tokenizer import byte_tokenizer, model_in
 from models.tiny_models import llama, random_prompt, tiny_model
 
 CONFIG = llama()
@@ -40,10 +39,9 @@ def read(**options: Any) -> HybridCache:
     return cache
 
 
-def read_by_hand() -> HybridCache:
-    cache = DynamicHybridCache(CONFIG)
-    with torch.no_grad():
-        tiny_model("llama")(DOCUMENT, **cache_argument(cache))
+@torch.no_grad()
+def read_by_hand(cache: HybridCache, ids: torch.Tensor = DOCUMENT) -> HybridCache:
+    tiny_model("llama")(ids, **cache_argument(cache))
     return cache
 
 
@@ -57,8 +55,8 @@ def stored(folder: Path) -> HybridCache:
     return cache
 
 
-def loaded(folder: Path) -> HybridCache:
-    read_by_hand().save(folder / "document.kv", DOCUMENT)
+def loaded(folder: Path, cache: HybridCache, *token_ids: torch.Tensor) -> HybridCache:
+    cache.save(folder / "document.kv", *token_ids)
     return HybridCache.load(folder / "document.kv", CONFIG)
 
 
@@ -77,7 +75,7 @@ def selected(_: Path) -> HybridCache:
 WAYS: dict[str, Callable[[Path], HybridCache]] = {
     "prefill": prefilled,
     "store": stored,
-    "file": loaded,
+    "file": lambda folder: loaded(folder, read_by_hand(DynamicHybridCache(CONFIG)), DOCUMENT),
     "generate": lambda _: read(),
     "chunks": lambda _: read(prefill_chunk_size=16),
     "prompt lookup": lambda _: read(prompt_lookup_num_tokens=3),
@@ -88,16 +86,17 @@ WAYS: dict[str, Callable[[Path], HybridCache]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_another_longer_text_when_the_tokens_are_known_then_is_refused(way: str, tmp_path: Path):
+def test_another_text_is_refused_until_the_cache_is_at_what_it_shares(way: str, tmp_path: Path):
     cache = WAYS[way](tmp_path)
     held = cache.get_seq_length()
     for custom in ({}, {"custom_generate": DecodeOnCPU()}):
         with pytest.raises(ValueError, match=REFUSAL):
             answer(OTHER, cache, **custom)
     assert cache.get_seq_length() == held
-    cache.go_back(min(40, held))
-    longer = question(DOCUMENT)
-    assert torch.equal(answer(longer, cache), answer(longer, DynamicHybridCache(CONFIG)))
+    for text, left in ((question(DOCUMENT, seed=8), 40), (OTHER, FIRST_DIFFERENCE)):
+        twin = copy.deepcopy(cache)
+        assert twin.keep_common_prefix(text) == min(held, left) == twin.get_seq_length()
+        assert torch.equal(answer(text, twin), answer(text, DynamicHybridCache(CONFIG)))
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
@@ -118,14 +117,6 @@ def test_two_texts_when_their_sequences_are_repeated_then_each_goes_on():
     answer(question(both.repeat_interleave(2, dim=0)), copy.deepcopy(cache))
     with pytest.raises(ValueError, match="of sequence 1 is"):
         answer(question(both.repeat(2, 1)), cache)
-
-
-def test_own_output_when_continued_then_gives_the_tokens_of_stock():
-    ours, stock, ids = DynamicHybridCache(CONFIG), DynamicCache(config=CONFIG), DOCUMENT.expand(2, -1)
-    for seed in (1, 2, 3):
-        answered = answer(ids, ours)
-        assert torch.equal(answered, answer(ids, stock))
-        ids = question(answered, seed=seed)
 
 
 def test_answer_when_it_comes_back_in_other_tokens_then_is_not_refused():
@@ -158,9 +149,10 @@ def by_embeddings() -> HybridCache:
     return cache
 
 
-def without_token_ids(folder: Path) -> HybridCache:
-    read().save(folder / "document.kv")
-    return HybridCache.load(folder / "document.kv", CONFIG)
+def all_removed() -> HybridCache:
+    cache = read()
+    cache.crop(-100)
+    return read_by_hand(cache, random_prompt(1, 20, seed=9))
 
 
 def after_reset() -> HybridCache:
@@ -169,18 +161,10 @@ def after_reset() -> HybridCache:
     return cache
 
 
-def all_removed() -> HybridCache:
-    cache = read()
-    cache.crop(-100)
-    with torch.no_grad():
-        tiny_model("llama")(random_prompt(1, 20, seed=9), **cache_argument(cache))
-    return cache
-
-
 NOT_KNOWN: dict[str, Callable[[Path], HybridCache]] = {
-    "forward pass": lambda _: read_by_hand(),
+    "forward pass": lambda _: read_by_hand(DynamicHybridCache(CONFIG)),
     "embeddings": lambda _: by_embeddings(),
-    "file without token ids": without_token_ids,
+    "file without token ids": lambda folder: loaded(folder, read()),
     "reset": lambda _: after_reset(),
     "all removed": lambda _: all_removed(),
 }
@@ -189,7 +173,12 @@ NOT_KNOWN: dict[str, Callable[[Path], HybridCache]] = {
 @pytest.mark.parametrize("way", NOT_KNOWN)
 def test_prompts_when_the_tokens_are_not_known_then_are_not_compared(way: str, tmp_path: Path):
     cache = NOT_KNOWN[way](tmp_path)
-    cache.go_back(min(30, held := cache.get_seq_length()))
+    if held := cache.get_seq_length():
+        with pytest.raises(ValueError, match=rf"not known which {held} tokens .*cache\.note_tokens.*cache\.reset"):
+            cache.keep_common_prefix(OTHER)
+    else:
+        assert cache.keep_common_prefix(OTHER[0].tolist()) == 0
+    assert cache.go_back(min(30, held)) == min(30, held)
     for text in (OTHER, question(OTHER.flip(1))):
         answer(text, cache)
         if held:
@@ -211,15 +200,9 @@ def test_prompt_when_its_call_failed_before_storing_then_is_not_known():
     def fail(*_: object) -> None:
         raise MemoryError
 
-    hook = model.model.layers[0].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(MemoryError):
-            answer(DOCUMENT, cache)
-    finally:
-        hook.remove()
-    with torch.no_grad():
-        model(OTHER, **cache_argument(cache))
-    answer(question(OTHER), cache)
+    with model.model.layers[0].register_forward_pre_hook(fail), pytest.raises(MemoryError):
+        answer(DOCUMENT, cache)
+    answer(question(OTHER), read_by_hand(cache, OTHER))
 
 
 def test_prompt_when_the_caller_writes_to_it_afterwards_then_stays_known():
@@ -246,26 +229,6 @@ def test_encoder_decoder_when_its_decoder_goes_on_then_is_not_refused():
     assert torch.equal(again, answer(OTHER, fresh, model))
 
 
-def test_chat_when_its_turns_go_through_the_template_then_answers_as_stock(tmp_path: Path):
-    """The loop of transformers' guide to caches: the text of each answer is tokenized again."""
-    model_in(tmp_path, 2048)
-    model, tokenizer = type(tiny_model("llama")).from_pretrained(tmp_path), byte_tokenizer()
-    caches = DynamicHybridCache(model.config), DynamicCache(config=model.config)
-    conversations: tuple[list[dict[str, str]], ...] = [], []
-    for said in ("Hello, what is it?", "And what else?", "Thank you."):
-        answers = []
-        for messages, cache in zip(conversations, caches, strict=True):
-            messages.append({"role": "user", "content": said})
-            inputs = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            length = inputs["input_ids"].shape[1]
-            output = model.generate(**inputs, **cache_argument(cache), max_new_tokens=8, do_sample=False)
-            answers.append(tokenizer.decode(output[0, length:], skip_special_tokens=True))
-            messages.append({"role": "assistant", "content": answers[-1]})
-        assert answers[0] == answers[1]
-
-
 def test_beams_when_recurrent_states_are_of_one_sequence_then_are_refused():
     model, beams = tiny_model("qwen3_next"), {"num_beams": 3}
     caches = [prefill(model, DOCUMENT, DynamicHybridCache(model.config), progress=False) for _ in range(2)]
@@ -279,14 +242,6 @@ def test_beams_when_recurrent_states_are_of_one_sequence_then_are_refused():
 # Back to what a prompt begins with
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_keep_common_prefix_leaves_what_another_prompt_begins_with(way: str, tmp_path: Path):
-    cache = WAYS[way](tmp_path)
-    held = min(cache.get_seq_length(), 40)
-    assert cache.keep_common_prefix(OTHER) == min(held, FIRST_DIFFERENCE) == cache.get_seq_length()
-    assert torch.equal(answer(OTHER, cache), answer(OTHER, DynamicHybridCache(CONFIG)))
-
-
 def test_keep_common_prefix_leaves_a_token_of_the_prompt_to_compute():
     for prompt, left in ((DOCUMENT, 39), (DOCUMENT[:, :20], 19), (DOCUMENT[:, :1], 0)):
         cache = read()
@@ -298,24 +253,13 @@ def test_answer_when_noted_then_stays_and_else_is_read_again():
     cache = DynamicHybridCache(CONFIG)
     output = answer(DOCUMENT, cache)
     longer = question(output)
-    unnoted = copy.deepcopy(cache)
-    cache.note_tokens(output)
+    unnoted, noted = copy.deepcopy(cache), output.clone()
+    cache.note_tokens(noted)
+    noted.zero_()
+    cache.require_prefix(longer)
     assert cache.keep_common_prefix(longer) == 43 == output.shape[1] - 1
     assert unnoted.keep_common_prefix(longer) == 40
     assert torch.equal(answer(longer, cache), answer(longer, DynamicCache(config=CONFIG)))
-
-
-def test_keep_common_prefix_when_nothing_is_stored_then_is_zero():
-    assert DynamicHybridCache(CONFIG).keep_common_prefix(DOCUMENT[0].tolist()) == 0
-
-
-@pytest.mark.parametrize("way", sorted({*NOT_KNOWN} - {"reset"}))
-def test_keep_common_prefix_when_tokens_are_not_known_then_is_refused(way: str, tmp_path: Path):
-    cache = NOT_KNOWN[way](tmp_path)
-    held = cache.get_seq_length()
-    with pytest.raises(ValueError, match=rf"not known which {held} tokens .*cache\.note_tokens.*cache\.reset"):
-        cache.keep_common_prefix(OTHER)
-    assert cache.get_seq_length() == held
 
 
 def test_keep_common_prefix_of_several_texts_ends_where_the_first_differs():

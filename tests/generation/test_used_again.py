@@ -48,11 +48,11 @@ WAYS = {
 }
 
 
-def used(make: Callable[[PreTrainedConfig], HybridCache] = DynamicHybridCache, batch: int = 1) -> HybridCache:
+def used(make: Callable[[PreTrainedConfig], HybridCache] = DynamicHybridCache) -> HybridCache:
     """A cache that holds 100 tokens, by way of `generate`."""
     cache = make(CONFIG)
     options = {"max_new_tokens": 6, "do_sample": False}
-    tiny_model("llama").generate(random_prompt(batch, HELD - 5), **cache_argument(cache), **options)
+    tiny_model("llama").generate(random_prompt(1, HELD - 5), **cache_argument(cache), **options)
     assert cache.get_seq_length() == HELD
     return cache
 
@@ -65,14 +65,10 @@ def test_used_cache_when_asked_a_shorter_prompt_then_refuses(way: str, tokens: i
     prompt = random_prompt(1, tokens, seed=3)
     with pytest.raises(ValueError, match=r"not longer than the 100 tokens.*whole conversation.*new cache"):
         tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=3, **WAYS[way])
+    embeds = tiny_model("llama").get_input_embeddings()(prompt)
+    with pytest.raises(ValueError, match=rf"the prompt of {tokens} tokens is not longer"):
+        tiny_model("llama").generate(inputs_embeds=embeds, **cache_argument(cache), max_new_tokens=3, **WAYS[way])
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, keys, strict=True))
-
-
-def test_used_cache_when_asked_a_shorter_prompt_as_embeddings_then_refuses():
-    model, cache = tiny_model("llama"), used()
-    embeds = model.get_input_embeddings()(random_prompt(1, 60))
-    with pytest.raises(ValueError, match="the prompt of 60 tokens is not longer"):
-        model.generate(inputs_embeds=embeds, **cache_argument(cache), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"beams"}))  # beams would need the cache repeated before
@@ -172,10 +168,9 @@ def test_first_pass_that_was_ended_half_way_then_is_never_continued(tmp_path):
             cache.save(tmp_path / "unfinished.kv")
         with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
             whole.generate(prompt, **cache_argument(cache), max_new_tokens=2)
-        with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
-            whole(prompt[:, :5], **cache_argument(cache))
-        with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
-            whole(prompt[:, :5], **cache_argument(cache))
+        for _ in range(2):
+            with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
+                whole(prompt[:, :5], **cache_argument(cache))
     cache.drop_unfinished()
     assert cache.get_seq_length() == 0
     expected = whole.generate(prompt, **cache_argument(DynamicCache(config=CONFIG)), max_new_tokens=4, do_sample=False)

@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     HybridCache,
     OffloadedHybridCache,
     Placement,
-    QuantizedHybridCache,
     minmax,
 )
 from hf_hybrid_cache.planning import model_cost
@@ -71,12 +70,6 @@ def test_records_made_on_the_gpu_are_read_on_the_cpu(bits: int, rotate: bool):
         role.decode(records, on_gpu)
         role.decode(records.cpu(), on_cpu)
         torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-2, atol=1e-3)
-
-
-def test_a_quantized_cache_on_the_gpu_holds_codes():
-    # Quantized once they are attended to, or others follow.
-    full, coded = (fill(cache, 8192, 1) for cache in (DynamicHybridCache(CONFIG), QuantizedHybridCache(CONFIG, 4)))
-    assert coded.memory().device_bytes < 0.36 * full.memory().device_bytes
 
 
 def kernels_of_a_step(make) -> float:
@@ -181,15 +174,6 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
     assert saved.query()
 
 
-def test_pageable_memory_gives_the_same_states():
-    pinned, pageable = OffloadedHybridCache(CONFIG), HybridCache(CONFIG, Placement(offload=True, pin_memory=False))
-    for _ in range(2):
-        for layer in range(8):
-            ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
-            assert torch.equal(*ours)
-    assert not pageable.layers[0].store.dense.keys.stored_rows(1).is_pinned()
-
-
 def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():
     def peak(make) -> tuple[int, int]:
         torch.cuda.empty_cache()
@@ -207,15 +191,6 @@ def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():
     # Two of eight layers are staged, with an eighth of slack; the rest is the states that come in.
     assert ours_held <= content * 2 / 8 * 1.15 + 2**20
     assert ours_peak < stock_peak - content / 2
-
-
-def test_dynamic_cache_when_max_length_is_given_then_does_not_grow():
-    cache = DynamicHybridCache(CONFIG, max_length=5000)
-    keys, _ = cache.update(states(10, 0), states(10, 0), 0)
-    pointer = keys.data_ptr()
-    keys, _ = cache.update(states(4990, 0), states(4990, 0), 0)
-    assert keys.data_ptr() == pointer
-    assert cache.memory().device_bytes == 5000 * 2 * 8 * 64 * 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -16,25 +16,17 @@ SLOT_BYTES = 2 * 576 * 2 * 16 * 4
 
 
 class SmallDevice:
-    """
-    Refuses what exceeds its memory, as torch does; only that is pretended.
-
-    Args:
-        num_bytes: for device buffers of all layers.
-        monkeypatch: ends it.
-    """
+    """Refuses what device buffers of all layers take beyond its memory, as torch does; only that is pretended."""
 
     def __init__(self, num_bytes: int, monkeypatch: pytest.MonkeyPatch):
-        self.num_bytes = num_bytes
-        self.times_refused = 0
+        self.num_bytes, self.times_refused = num_bytes, 0
         self._held: list[weakref.ref[torch.Tensor]] = []
         take = DeviceMemory.take
 
         def limited(memory: DeviceMemory, least: int, best: int, entry_bytes: int, kept: int = 0) -> Piece:
-            asked = best * entry_bytes
-            if self.used() + asked > self.num_bytes:
+            if self.used() + best * entry_bytes > self.num_bytes:
                 self.times_refused += 1
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked} bytes.\nMore about it.")
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
             piece = take(memory, least, best, entry_bytes, kept)
             self._held.append(weakref.ref(piece.data))
             return piece

@@ -94,21 +94,6 @@ VARIANTS = {name: Setup(makers=(make, stock)) for name, make in CACHES.items()}
 VARIANTS |= {name: Setup(makers=pair, integer_kernels=False) for name, pair in QUANTIZED.items()}
 
 
-def with_lazy_streams(
-    prefetch_layers: int,
-    resident_layers: int,
-    host_tokens: int = 131_072,
-    cpu_decode: bool | float | tuple[int, ...] = False,
-    codec: KVCodec | None = None,
-    device_tokens: int = 0,
-) -> HybridCache:
-    placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode, device_tokens=device_tokens)
-    cache = HybridCache(CONFIG, placement, codec=codec)
-    cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
-    copy_late(cache)
-    return cache
-
-
 def _swapped(codec: KVCodec) -> KVCodec:
     """Swap the grouping: keys per token and values per channel, for which there is no kernel."""
     return KVCodec(codec.values, codec.keys, codec.sink_tokens)

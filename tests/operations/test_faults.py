@@ -8,7 +8,6 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -23,10 +22,11 @@ from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.caches import CACHES, QUANTIZED
 from common.interruptions import Interruption
+from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference
 from common.soak import budget, count, search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from operations.setups import CONFIG, Setup, setups, with_lazy_streams
+from operations.setups import CONFIG, Setup, setups
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
 BATCH, TOKENS = 2, 200
@@ -69,16 +69,15 @@ def contents(cache: Cache) -> States:
 
 def same(found: States, *allowed: States, block: int | None = None) -> bool:
     """Whether each layer, or each block of so many tokens of it, is as in one of those that are allowed."""
+
+    def pieces(states: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(each.split(block or max(1, each.shape[2]), dim=2) for each in states), strict=True))
+
     return all(
         any(all(map(torch.equal, piece, other)) for other in others)
         for layers in zip(found, *allowed, strict=True)
-        for piece, *others in zip(*(_pieces(states, block) for states in layers), strict=False)
+        for piece, *others in zip(*map(pieces, layers), strict=False)
     ) and {states[0].shape for states in found} <= {states[0].shape for other in allowed for states in other}
-
-
-def _pieces(states: tuple[torch.Tensor, torch.Tensor], block: int | None) -> list[tuple[torch.Tensor, ...]]:
-    """Keys and values, cut into blocks."""
-    return list(zip(*(each.split(block or max(1, each.shape[2]), dim=2) for each in states), strict=True))
 
 
 class Trial:
@@ -226,6 +225,7 @@ def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
         generated(model, ids, cache)
     with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
         generated(model, ids, cache)
+    assert cache.memory().num_tokens == 140
     cache.drop_unfinished()
     assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
 
@@ -258,9 +258,7 @@ def linear_model() -> PreTrainedModel:
 def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
     linear_model: PreTrainedModel, layer: int, at_token: int
 ):
-    ids = random_prompt(1, 40)
-    expected = generated(linear_model, ids, DynamicCache(config=linear_model.config))
-    cache = DynamicHybridCache(linear_model.config)
+    ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
     with pytest.raises(KeyboardInterrupt), interrupted_in_layer(linear_model, layer, at_token):
         generated(linear_model, ids, cache)
     for _ in range(2):
@@ -272,6 +270,7 @@ def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
         cache.reset()
     else:
         cache.drop_unfinished()
+    expected = generated(linear_model, ids, DynamicCache(config=linear_model.config))
     assert torch.equal(generated(linear_model, ids, cache), expected)
 
 
@@ -288,32 +287,16 @@ def test_linear_attention_when_pass_is_whole_then_is_not_unfinished(linear_model
         assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 40)
 
 
-def test_a_report_of_memory_is_given_for_an_incomplete_cache_too():
-    cache = DynamicHybridCache(CONFIG)
-    cache.update(*random_states(5, 0)[0], 0)
-    assert cache.memory().num_tokens == 5
-
-
-def test_wrong_indices_do_not_make_a_cache_incomplete():
-    cache = DynamicHybridCache(CONFIG)
-    forward(cache, random_states(5, 0))
-    with pytest.raises(IndexError):
-        cache.batch_select_indices(torch.tensor([7]))
-    forward(cache, random_states(1, 1))
-
-
-def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
-    cache = DynamicHybridCache(CONFIG)
-    cache.update(*random_states(5, 0)[0], 0)
-    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
-        cache.save(tmp_path / "part.kv")
-    assert not list(tmp_path.iterdir())
+def streamed_with_late_copies() -> HybridCache:
+    cache = HybridCache(CONFIG, Placement(True, 1, 1, cpu_decode=False), codec=minmax(4))
+    copy_late(cache)
+    return cache
 
 
 CHOOSING: dict[str, Callable[[], HybridCache]] = {
     "on the host": lambda: HybridCache(CONFIG, codec=minmax(4)),
     "on the device": lambda: HybridCache(CONFIG, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0)),
-    "streamed, copied late": lambda: with_lazy_streams(1, 1, codec=minmax(4)),
+    "streamed, copied late": streamed_with_late_copies,
 }
 
 

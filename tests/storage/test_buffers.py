@@ -1,7 +1,6 @@
 """Memory of growing buffers. That they hold what was written in any order tells `test_stores.py`, of all kinds."""
 
 import mmap
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,29 +156,6 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
     extra = grown_capacity(num_tokens) - num_tokens
     assert 256 <= extra <= 4096 + GRANULE
     assert grown_capacity(num_tokens) % GRANULE == 0
-
-
-LIMITED = """
-import resource, torch
-from hf_hybrid_cache.storage.memory.address_space import reserve
-from hf_hybrid_cache.storage.memory.buffer_memory import HostMemory
-from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
-assert reserve(2**30) is None
-buffer = TokenBuffer((1, 2, 64), torch.float32, HostMemory(2**24, in_rows=False))
-expected = torch.arange(3000.0).view(1, 1, -1, 1).expand(1, 2, -1, 64)
-for end in range(100, 3001, 100):
-    buffer.ensure(end, keep=end - 100)
-    buffer.write(end - 100, expected[:, :, end - 100 : end])
-assert torch.equal(buffer.read_range(0, 3000), expected)
-assert buffer.capacity < 4096
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits address space, which Linux enforces")
-def test_without_address_space_to_reserve_the_buffer_grows_in_chunks():
-    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=120)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files are mapped over reserved memory on Linux only")

@@ -28,11 +28,8 @@ def test_after_a_few_moves_cpu_and_device_end_together(equilibrium: float, at_fi
     fraction, stats = watched(equilibrium, at_first, noise=noise)
     assert abs(fraction.fraction - equilibrium) <= max(1 / 16, noise)
     assert len(stats.decisions) <= 12
-
-
-@pytest.mark.parametrize("equilibrium", [0.05, 0.2, 0.33, 0.5, 0.68, 0.9])
-def test_cpu_fraction_when_settled_then_cpu_ends_slightly_last(equilibrium: float):
-    assert equilibrium < watched(equilibrium)[0].fraction <= equilibrium + 1 / 32
+    if at_first == 0.5 and noise == 0 and equilibrium < 1:  # the CPU ends slightly last
+        assert equilibrium < fraction.fraction <= equilibrium + 1 / 32
 
 
 def test_cpu_fraction_when_one_side_is_always_last_then_is_at_its_limit():
