@@ -27,11 +27,6 @@ def use_both(model: Any) -> None:
     model.base_model.set_adapter(["german", "french"])
 
 
-def add_weighted(model: Any) -> None:
-    model.add_weighted_adapter(["german", "french"], [0.5, 0.5], "mixed", combination_type="linear")
-    model.set_adapter("mixed")
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "another": lambda model: model.set_adapter("french"),
     "both": use_both,
@@ -39,14 +34,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "scaled": lambda model: first_layer(model).set_scale("german", 3.0),
     "merged": lambda model: model.merge_adapter(),
     "trained": lambda model: first_layer(model).lora_B["german"].weight[0, 0].add_(1),
-    "weighted": add_weighted,
     "merged and unloaded": lambda model: model.merge_and_unload(),
 }
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_model_when_adapters_are_used_otherwise_then_differs(change: str, use_dora: bool):
+def test_a_model_whose_adapters_are_used_otherwise_differs(change: str, use_dora: bool):
     model = adapted(use_dora=use_dora)
     base = model.get_base_model()
     before, prompt = identity(base), random_prompt(1, 9)
@@ -77,7 +71,7 @@ def test_adapters_are_told_by_their_names():
     assert identity(base).fields["adapters"].startswith("french merged, german merged (")
 
 
-def test_adapter_when_it_keeps_tensors_beside_buffers_then_they_count():
+def test_tensors_that_an_adapter_keeps_beside_buffers_count():
     models = []
     for seed in (0, 1, 1):
         config = peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=9, random_loc_seed=seed)
@@ -92,7 +86,7 @@ def test_adapter_when_it_keeps_tensors_beside_buffers_then_they_count():
 
 
 @pytest.mark.parametrize("kind", ["LoraConfig", "PromptTuningConfig", "PrefixTuningConfig"])
-def test_wrapper_of_peft_when_passed_then_refused_with_the_way_out(kind: str, tmp_path: Path):
+def test_a_wrapper_of_peft_is_refused_with_the_way_out(kind: str, tmp_path: Path):
     options = {} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
     model = peft.get_peft_model(new_llama(), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
     cache = DynamicHybridCache(model.get_base_model().config)

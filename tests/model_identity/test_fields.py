@@ -32,14 +32,14 @@ from hf_hybrid_cache.model_identity.weights import tensor_digests
 from common.channel_scaled import channel_scaled
 from common.programs import run_program
 from model_identity.models import differing, identity, new_llama
-from models.expert_models import EXPERT_FAMILIES, expert_model
+from models.expert_models import expert_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 # --- models
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_identity_when_the_model_is_loaded_or_has_generated_then_is_same(family: str, tmp_path: Path):
+def test_a_model_that_is_loaded_or_has_generated_is_the_same(family: str, tmp_path: Path):
     model = tiny_model(family)
     before = identity(model)
     model.save_pretrained(tmp_path)
@@ -75,21 +75,14 @@ def changed(model: PreTrainedModel, change: Callable[[Any], Any]) -> PreTrainedM
 # Fields that differ after a change of a model, or of another one.
 CHANGES: list[tuple[set[str], Callable[[Any], Any]]] = [
     (set(), set_config("_name_or_path", "another")),
-    (set(), set_config("architectures", ["another"])),
-    (set(), set_config("transformers_version", "another")),
     (set(), set_config("use_cache", False)),
     ({"dtype", "weights"}, lambda model: model.to(torch.bfloat16)),
-    ({"dtype", "weights"}, lambda model: model.to(torch.float16)),
     ({"weights"}, flip_a_bit),
-    ({"weights"}, lambda model: up(model).copy_(up(model).flip(0))),
     ({"weights"}, lambda model: torch.utils.swap_tensors(up(model, 0), up(model, 1))),
     ({"weights"}, lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach() + 1))),
-    ({"weights"}, lambda model: model.lm_head.weight.data.mul_(2)),
     ({"weights"}, lambda model: model.model.embed_tokens.weight.data[-1].mul_(2)),
-    ({"weights"}, lambda model: model.lm_head.weight.data[5, 7].add_(1)),
     ({"weights"}, lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0))),
     ({"weights"}, lambda model: model.model.rotary_emb.inv_freq[1].mul_(1.5)),
-    ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict())),
     ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict(), assign=True)),
     ({"config"}, set_config("rms_norm_eps", 1e-5)),
     ({"attention"}, lambda model: model.set_attn_implementation("eager")),
@@ -102,7 +95,7 @@ CHANGES: list[tuple[set[str], Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "change"), CHANGES)
-def test_model_when_changed_then_differs_where_states_depend_on_it(fields: set[str], change: Callable[[Any], Any]):
+def test_a_changed_model_differs_where_states_depend_on_it(fields: set[str], change: Callable[[Any], Any]):
     model = new_llama()
     before = identity(model)
     model = changed(model, change)
@@ -110,7 +103,7 @@ def test_model_when_changed_then_differs_where_states_depend_on_it(fields: set[s
     assert identity(copy.deepcopy(model)) == identity(model)
 
 
-def test_model_when_in_autocast_then_differs_in_dtype():
+def test_autocast_counts_as_a_dtype():
     model = new_llama()
     before = identity(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +136,7 @@ FORMS: dict[str, Callable[[Any], HybridCache]] = {
 }
 
 
-def test_caches_when_of_other_codecs_then_differ_in_codecs_alone():
+def test_caches_of_other_codecs_differ_in_codecs_alone():
     model = tiny_model("llama")
     first, again = ([identity_of(model, make(model.config)) for make in FORMS.values()] for _ in range(2))
     assert again == first
@@ -151,7 +144,7 @@ def test_caches_when_of_other_codecs_then_differ_in_codecs_alone():
         assert differing(one, other) == {"codecs"}
 
 
-def test_cache_when_it_has_chosen_its_codecs_then_has_the_same_identity():
+def test_a_cache_that_has_chosen_its_codecs_has_the_same_identity():
     model = tiny_model("llama")
     cache = QuantizedHybridCache(model.config)
     before = identity_of(model, cache)
@@ -163,7 +156,7 @@ def test_cache_when_it_has_chosen_its_codecs_then_has_the_same_identity():
     assert identity_of(model, cache) == before
 
 
-def test_model_when_longrope_has_read_a_long_text_then_is_the_same():
+def test_a_model_with_longrope_is_the_same_after_a_long_text():
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 256, "factor": 2.0}
     model = new_llama(rope_parameters={**rotation, **factors})
@@ -174,7 +167,7 @@ def test_model_when_longrope_has_read_a_long_text_then_is_the_same():
     assert (longest_text(model), longest_text(new_llama())) == (256, None)
 
 
-def test_what_is_no_model_or_cache_of_ours_then_is_refused():
+def test_what_is_no_model_or_no_cache_of_ours_is_refused():
     model = new_llama()
     with pytest.raises(TypeError, match="Linear"):
         identity_of(nn.Linear(2, 2), DynamicHybridCache(model.config))
@@ -185,39 +178,41 @@ def test_what_is_no_model_or_cache_of_ours_then_is_refused():
 # --- weights
 
 
-def test_weights_when_made_in_inference_mode_then_changes_count():
+def test_weights_made_in_inference_mode_count_as_any_others():
     with torch.inference_mode():
         model = new_llama()
-    before = identity(model)
-    assert before == identity(new_llama())
-    with torch.inference_mode():
+        before = identity(model)
         flip_a_bit(model)
         assert differing(identity(model), before) == {"weights"}
-        flip_a_bit(model)
-    assert identity(model) == before
+    assert before == identity(new_llama())
 
 
-def test_weights_when_tied_then_count_once_and_differ_from_equal_ones():
+def test_tied_weights_count_once_and_differ_from_equal_ones():
     tied, equal = new_llama(tie_word_embeddings=True), new_llama()
-    with torch.no_grad():
-        equal.load_state_dict(tied.state_dict())
+    equal.load_state_dict(tied.state_dict())
     assert "weights" in differing(identity(tied), identity(equal))
     assert identity(tied) == identity(new_llama(tie_word_embeddings=True))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3000, 700), (1500, 2, 701), (2, 3, 300_000)], ids=str)
-def test_digest_when_of_any_view_then_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype):
+def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int):
     size = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor = data.view(dtype).view(shape)
     views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor[..., ::2] if shape else tensor]
     views.append(tensor.expand(2, *shape))
     copies = [view.contiguous().flatten().view(torch.uint8).numpy() for view in views]
-    assert tensor_digests(views) == [xxh3_128_digest(copy) for copy in copies]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert tensor_digests(views) == [xxh3_128_digest(copy) for copy in copies]
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_digest_of_a_conjugate_is_that_of_its_numbers():
+def test_the_digest_of_a_conjugate_is_that_of_its_numbers():
     tensor = torch.complex(torch.ones(3), torch.arange(1.0, 4.0))
     views = [tensor, tensor.conj(), tensor.conj()[::2], tensor.conj().imag]
     digests = tensor_digests(views)
@@ -225,18 +220,19 @@ def test_digest_of_a_conjugate_is_that_of_its_numbers():
     assert digests[0] != digests[1]
 
 
-def test_model_when_loaded_by_a_process_with_more_threads_then_is_the_same(tmp_path: Path):
-    model = new_llama(hidden_size=256, vocab_size=3000)
+@pytest.mark.slow
+def test_a_model_that_another_process_loads_has_the_same_identity(tmp_path: Path):
+    model = new_llama()
     model.save_pretrained(tmp_path)
     run_program(
-        "import torch; torch.set_num_threads(2); from model_identity.models import *; "
+        "from model_identity.models import *; "
         f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval(); "
         f"assert identity(model).digest.hex() == {identity(model).digest.hex()!r}"
     )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_weights_when_loaded_or_made_then_are_the_same(bits: int, tmp_path: Path):
+def test_quantized_weights_are_the_same_if_loaded_or_made(bits: int, tmp_path: Path):
     model = new_llama()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(bits)).eval()
@@ -246,22 +242,20 @@ def test_quantized_weights_when_loaded_or_made_then_are_the_same(bits: int, tmp_
     assert differing(identity(loaded), identity(model)) == set()
 
 
-def test_quantized_weights_when_of_other_codes_then_differ():
-    models = [new_llama(), new_llama(), new_llama(), new_llama()]
-    with torch.no_grad():
-        models[1].lm_head.weight[3, 4] *= -1
+def test_quantized_weights_of_other_codes_differ():
+    models = [new_llama() for _ in range(4)]
+    models[1].lm_head.weight.data[3, 4] *= -1
     for model, bits, group_size in zip(models, (4, 4, 8, 4), (32, 32, 32, 64), strict=True):
         quantize_weights(model, bits, group_size)
     assert len({identity(model).fields["weights"] for model in models}) == 4
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("family", list(EXPERT_FAMILIES)[:2])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_host_experts_are_told_by_their_numbers(family: str, bits: int | None):
-    models = [copy.deepcopy(expert_model(family)) for _ in range(3)]
-    with torch.no_grad():
-        changed = [weight for weight in models[2].parameters() if weight.dim() == 3][-1]
-        changed[1, 2, 3] += 1
+    models = [expert_model(family) for _ in range(3)]
+    [*_, last] = (weight for weight in models[2].parameters() if weight.dim() == 3)
+    last.data[1, 2, 3] += 1
     for model in models:
         move_experts_to_host(model, bits=bits)
     first, second, third = map(identity, models)
@@ -290,6 +284,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_model_when_its_states_cannot_be_told_then_is_refused(told: str):
+def test_a_model_whose_states_cannot_be_told_is_refused(told: str):
     with pytest.raises(ModelIdentityError, match=told):
         identity(changed(new_llama(), REFUSED[told]))

@@ -14,7 +14,7 @@ ONE = Identity((("weights", "a81f0000" * 8), ("dtype", "float32"), ("layers", "0
 OTHER = Identity((("weights", "03bc0000" * 8), ("dtype", "bfloat16"), ("layers", "0-3 of 4")))
 
 
-def test_identity_when_written_and_read_then_is_the_same():
+def test_an_identity_that_is_written_and_read_is_the_same():
     again = Identity.from_json(ONE.to_json())
     assert again == ONE == pickle.loads(pickle.dumps(ONE))
     assert again.digest == ONE.digest
@@ -40,7 +40,7 @@ def test_differences_name_fields_with_the_beginning_of_digests():
 
 
 @pytest.mark.parametrize("text", ["[]", '[["a", "b"]]', '{"a": 1}', '{"a": {}}'])
-def test_text_when_it_is_no_identity_then_is_refused(text: str):
+def test_a_text_that_is_no_identity_is_refused(text: str):
     with pytest.raises(ValueError, match="no identity"):
         Identity.from_json(text)
 
@@ -48,7 +48,7 @@ def test_text_when_it_is_no_identity_then_is_refused(text: str):
 # States of an older version of kernels, or of other libraries, are not used
 
 
-def test_sources_of_numbers_when_changed_then_are_noted_anew():
+def test_sources_of_numbers_that_changed_are_noted_anew():
     noted = NOTES.read_text(encoding="utf-8").splitlines()
     changed = sorted({line.split()[0] for line in set(noted).symmetric_difference(current_notes())})
     assert not changed, (
@@ -58,12 +58,12 @@ def test_sources_of_numbers_when_changed_then_are_noted_anew():
     )
 
 
-def test_code_when_only_told_otherwise_then_is_the_same():
+def test_comments_and_docstrings_do_not_count_as_code():
     one = '"""Doc."""\n\ndef f(x):  # why\n    """Doc\n    on."""\n    return "# no comment"\n'
     assert code_of(one) == 'def f(x):\n    return "# no comment"'
 
 
-def test_states_when_of_other_numbers_or_libraries_then_differ(monkeypatch: pytest.MonkeyPatch):
+def test_states_of_other_numbers_or_libraries_differ(monkeypatch: pytest.MonkeyPatch):
     model = new_llama()
     before = identity(model)
     monkeypatch.setattr(fields, "NUMBERS", 0)

@@ -157,7 +157,7 @@ def test_its_experts_compute_what_they_do_one_after_the_other(architecture: Arch
 
 
 @pytest.mark.slow
-def test_representatives_when_taken_together_then_have_every_layer_kind():
+def test_representatives_have_every_kind_of_layer():
     kinds: dict[str, set[str]] = {}
     for name in CONFIGS:
         try:

@@ -1,6 +1,5 @@
 """The cost of experts: bytes against real models, expected numbers against random choices, and plans."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -54,18 +53,15 @@ def cost_of(family: str, batch: int = 1) -> ModelCost:
     return model_cost(FAMILIES[family](), torch.bfloat16, batch, CHUNK)
 
 
-@functools.cache
-def real_model(family: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16).eval()
+def expert_matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Matrices of experts; what holds them is called so in all of these families."""
+    return [weight for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3]
 
 
-def stacked(model: PreTrainedModel) -> dict[int, torch.nn.Parameter]:
-    """Matrices of experts, by `id`; what holds them is called so in all of these families."""
-    return {id(weight): weight for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3}
-
-
-def expert_weights(family: str) -> int:
-    return sum(matrix.numel() for matrix in stacked(real_model(family)).values())
+def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
+    """Bytes of the stacked matrices in few bits, as far as they can be quantized."""
+    stacked = [each for each in coverage(model)[0] if each.parameter.dim() == 3]
+    return sum(each.quantized_bytes(Width.checked(bits)) for each in stacked)
 
 
 # Bytes
@@ -73,30 +69,27 @@ def expert_weights(family: str) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_count_as_in_the_real_model(family: str):
-    model, cost = real_model(family), cost_of(family)
-    matrices, weights = stacked(model), expert_weights(family)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16)
+    cost, matrices = cost_of(family), expert_matrices(model)
+    total = sum(matrix.nbytes for matrix in matrices)
     assert {(layer.count, layer.chosen) for layer in cost.experts.layers} == {(EXPERTS, CHOSEN)}
-    assert cost.experts.total_bytes() == sum(matrix.nbytes for matrix in matrices.values())
-    assert cost.experts.read_bytes(1) == pytest.approx(2 * weights * CHOSEN / EXPERTS)
-    assert cost.experts.token_flops == pytest.approx(2 * weights * CHOSEN / EXPERTS)
-    assert model_cost(FAMILIES[family](), torch.float32).experts.total_bytes() == 4 * weights
-    others = sum(weight.nbytes for weight in model.parameters() if id(weight) not in matrices)
-    assert cost.without_experts().weight_bytes == others
+    assert cost.experts.total_bytes() == total
+    assert cost.experts.read_bytes(1) == pytest.approx(total * CHOSEN / EXPERTS)
+    assert cost.experts.token_flops == pytest.approx(total * CHOSEN / EXPERTS)
+    assert model_cost(FAMILIES[family](), torch.float32).experts.total_bytes() == 2 * total
+    assert cost.without_experts().weight_bytes == sum(weight.nbytes for weight in model.parameters()) - total
     for bits in WEIGHT_BITS:
-        covered = [each for each in coverage(model)[0] if id(each.parameter) in matrices]
-        assert len(covered) == len(matrices)
-        assert cost.experts.total_bytes(bits) == sum(each.quantized_bytes(Width.checked(bits)) for each in covered)
+        assert cost.experts.total_bytes(bits) == quantized_bytes(model, bits)
 
 
 def test_experts_that_are_too_small_for_few_bits_count_as_they_are():
     config = MixtralConfig(**SIZES | {"intermediate_size": 8}, num_local_experts=4, num_experts_per_tok=2)
-    cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
     down = LAYERS * 4 * 64 * 8 * 2
-    covered = [each for each in coverage(AutoModelForCausalLM.from_config(config))[0] if each.parameter.dim() == 3]
-    assert cost.experts.total_bytes(4) == down + sum(each.quantized_bytes(Width.checked(4)) for each in covered)
+    in_4_bits = model_cost(config, torch.bfloat16, chunk=CHUNK).experts.total_bytes(4)
+    assert in_4_bits == down + quantized_bytes(AutoModelForCausalLM.from_config(config), 4)
 
 
-def test_experts_cost_when_model_is_dense_then_is_empty():
+def test_a_dense_model_has_no_experts_that_cost_anything():
     cost = model_cost(load_config("HuggingFaceTB/SmolLM2-135M"), chunk=CHUNK)
     assert cost.experts.layers == ()
     assert cost.experts.total_bytes() == cost.experts.read_bytes(100) == 0
@@ -140,7 +133,7 @@ def test_a_step_of_several_tokens_reads_what_any_of_them_chooses(family: str):
     ("name", "stated"),
     [case if case[0] == "openai/gpt-oss-20b" else slow(*case) for case in BILLIONS.items()],
 )
-def test_built_in_mixtures_when_counted_then_match_published_weights(name: str, stated: tuple[float, float]):
+def test_built_in_mixtures_have_the_weights_that_their_makers_state(name: str, stated: tuple[float, float]):
     config = load_config(name)
     cost = model_cost(config)
     total, of_a_token = stated
@@ -178,26 +171,19 @@ def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: 
     assert plan.host_bytes == max(running.host, loading)
 
 
-def test_experts_when_gpu_has_room_for_all_else_then_are_in_host_memory():
-    model = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1"))
-    plans = make_plans(model, 8192, Machine(8 * 2**30, 128 * 2**30))
+def test_experts_are_on_the_host_where_only_all_else_fits_the_gpu():
+    model, host = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1")), 128 * 2**30
+    plans = make_plans(model, 8192, Machine(8 * 2**30, host))
     assert {(plan.experts_on_host, plan.weights) for plan in plans} == {(True, bits) for bits in (None, *WEIGHT_BITS)}
     best = recommended(plans)
-    assert best is not None
     assert (best.cache, best.strategy, best.experts_on_host, best.weights) == ("dynamic", Strategy.GPU, True, None)
-    without_gpu = make_plans(model, 8192, Machine(0, 128 * 2**30))
-    assert {plan.strategy for plan in without_gpu} == {Strategy.CPU}
-    assert not any(plan.experts_on_host for plan in without_gpu)
-    too_small = make_plans(model, 8192, Machine(3 * 2**30, 128 * 2**30))
-    assert not any(plan.experts_on_host for plan in too_small)
-
-
-def test_experts_when_everything_fits_the_gpu_then_stay_there():
-    plans = make_plans(cost_of("mixtral"), 512, Machine(2**40, 2**40))
-    best = recommended(plans)
-    assert best is not None
-    assert not best.experts_on_host
-    assert any(plan.experts_on_host for plan in plans)
+    for device_bytes in (0, 3 * 2**30):
+        without_room = make_plans(model, 8192, Machine(device_bytes, host))
+        assert not any(plan.experts_on_host for plan in without_room)
+        assert {plan.strategy for plan in without_room} == {Strategy.CPU}
+    plenty = make_plans(cost_of("mixtral"), 512, Machine(2**40, 2**40))
+    assert not recommended(plenty).experts_on_host
+    assert any(plan.experts_on_host for plan in plenty)
 
 
 # Speeds
@@ -205,7 +191,7 @@ def test_experts_when_everything_fits_the_gpu_then_stay_there():
 
 @pytest.mark.parametrize("bits", [None, *WEIGHT_BITS])
 @pytest.mark.parametrize("batch", [1, 5])
-def test_token_seconds_when_experts_on_host_then_sum_those_of_both_places(bits: int | None, batch: int):
+def test_a_token_takes_the_time_of_its_experts_and_that_of_all_else(bits: int | None, batch: int):
     model = cost_of("qwen3_moe", batch=batch)
     states = LAYERS * 2 * 2 * 16 * 2 * 512 * batch
     fast, slow = Speeds(1e9, 1e12, 1e10, 1e13, 2e9), Speeds(5e8, 1e12, 1e10, 1e13, 2e9)
@@ -218,7 +204,7 @@ def test_token_seconds_when_experts_on_host_then_sum_those_of_both_places(bits: 
     assert planned(model, bits, fast, Strategy.CPU_ATTENTION).seconds_per_token > seconds[0]
 
 
-def test_prediction_when_a_speed_is_unknown_then_is_none():
+def test_nothing_is_predicted_where_a_speed_is_unknown():
     model = cost_of("qwen3_moe")
     all_known = Speeds(1e9, 1e12, 1e10, 1e13, 2e9)
     plan = planned(model, None, all_known)

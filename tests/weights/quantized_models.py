@@ -27,6 +27,10 @@ def with_dense_weights(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def quantized_weights(model: PreTrainedModel) -> list[QuantizedWeight]:
+    return [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
+
+
 def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
     ids = random_prompt(2, num_tokens).clamp(max=model.config.get_text_config().vocab_size - 1)
     with torch.no_grad():
@@ -64,7 +68,7 @@ def assert_same_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
             assert weight.matrices.factors == other.matrices.factors, name
             assert torch.equal(weight.matrices.panels, other.matrices.panels), name
         else:
-            assert torch.equal(weight, other), name
+            torch.testing.assert_close(weight, other, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def assert_as_quantized_afterwards(folder: Path, config: QuantizedWeightsConfig = IN_4_BITS, **settings: Any) -> None:

@@ -12,11 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hybrid_cache import move_experts_to_host, quantize_weights
-from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from models.expert_models import expert_model
 from models.tiny_models import random_prompt, tiny_model
-from weights.quantized_models import logits, with_dense_weights
+from weights.quantized_models import logits, quantized_weights, with_dense_weights
 
 # The family, the change, and its bits.
 CHANGES: dict[str, tuple[str, Callable[..., Any], int | None]] = {
@@ -63,16 +62,12 @@ def test_the_very_same_parameters_are_back_afterwards_whatever_ends_it(model: An
         assert all(after[name] is weight and torch.equal(weight, value) for name, (weight, value) in before.items())
 
 
-def quantized(model: PreTrainedModel) -> list[QuantizedWeight]:
-    return [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
-
-
 def test_permanent_and_temporary_changes_compute_the_same_and_free_codes(model: Any, change: Change):
     waiting = change(model, temporary=True)
-    assert not quantized(model), "nothing changes before the block is entered"
+    assert not quantized_weights(model), "nothing changes before the block is entered"
     with waiting as report:
         theirs = logits(model)
-        codes = [weakref.ref(weight.matrices) for weight in quantized(model)]
+        codes = [weakref.ref(weight.matrices) for weight in quantized_weights(model)]
         assert bool(codes) == bool(report.quantized_bytes)
     gc.collect()
     assert not any(each() for each in codes)
@@ -90,14 +85,14 @@ def test_gradients_are_those_of_the_numbers_that_are_held(model: Any, change: Ch
         return [embeddings.grad, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     with change(model, temporary=True):
-        most = 1 if quantized(model) else None  # codes have no gradients
+        most = 1 if quantized_weights(model) else None  # codes have no gradients
         ours, dense = gradients(model)[:most], with_dense_weights(model)
     dense.set_experts_implementation("eager")
     for mine, other in zip(ours, gradients(dense)[:most], strict=True):
         assert (mine - other).norm() <= (1e-4 if most is None else 1e-2) * other.norm()
 
 
-def test_autocast_when_entered_then_sets_the_output_dtype(model: Any, change: Change):
+def test_autocast_sets_the_type_of_the_output(model: Any, change: Change):
     with change(model, temporary=True), torch.autocast("cpu", torch.bfloat16):
         assert logits(model).dtype == torch.bfloat16
 

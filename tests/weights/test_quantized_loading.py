@@ -1,9 +1,9 @@
 """Weights quantized while they are loaded: the model is that of `quantize_weights`, and never whole in memory."""
 
-import copy
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,33 +31,36 @@ def mixtral(**changes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-# --- the same model
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-@pytest.mark.parametrize("options", [(8,), (4, 64), (4, 32, 4)], ids=str)
-def test_widths_are_those_that_were_asked_for(options, tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    assert_as_quantized_afterwards(tmp_path, QuantizedWeightsConfig(*options))
+# --- the same model; tests/models/test_every_architecture.py compares all architectures
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_are_coded_in_the_type_that_the_model_computes_in(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ((8,), {}),
+        ((4, 64), {"dtype": torch.float32}),
+        ((4, 32, 4), {"dtype": torch.float16}),
+        pytest.param(
+            (4,),
+            {"device_map": "auto"},
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine that has only the CPU"),
+        ),
+    ],
+)
+def test_widths_and_type_are_those_that_were_asked_for(options: tuple, settings: dict, tmp_path: Path):
     mixtral().bfloat16().save_pretrained(tmp_path)
-    assert_as_quantized_afterwards(tmp_path, dtype=dtype)
-    model = loaded(tmp_path, dtype=dtype)
-    assert model(random_prompt(1, 5).clamp(max=90)).logits.dtype == dtype
+    config = QuantizedWeightsConfig(*options)
+    assert_as_quantized_afterwards(tmp_path, config, **settings)
+    computed = loaded(tmp_path, config, **settings)(random_prompt(1, 5).clamp(max=90)).logits
+    assert computed.dtype == settings.get("dtype", torch.bfloat16)
 
 
-def test_loaded_model_when_generating_then_equals_quantized_later(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    ours, theirs = loaded(tmp_path), loaded(tmp_path, None)
-    quantize_weights(theirs, 4)
-    ids = random_prompt(1, 9).clamp(max=90)
-    tokens = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (ours, theirs)]
-    assert torch.equal(*tokens)
-
-
-def test_a_layer_s_experts_are_never_stacked_as_they_are(tmp_path, monkeypatch):
+def test_a_layer_s_experts_are_never_stacked_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mixtral().save_pretrained(tmp_path)
     stacked = []
     merge = MergeModulelist.convert
@@ -73,13 +76,10 @@ def test_a_layer_s_experts_are_never_stacked_as_they_are(tmp_path, monkeypatch):
     assert set(stacked) == {1, 4}
 
 
-def test_only_experts_are_coded_where_that_is_asked_for(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    ours, own, theirs = (
-        loaded(tmp_path, QuantizedWeightsConfig(4, only_experts=True)),
-        mixtral(),
-        loaded(tmp_path, None),
-    )
+def test_only_experts_are_coded_where_that_is_asked_for(tmp_path: Path):
+    own = mixtral()
+    own.save_pretrained(tmp_path)
+    ours, theirs = loaded(tmp_path, QuantizedWeightsConfig(4, only_experts=True)), loaded(tmp_path, None)
     quantize_weights(theirs, 4)
     for name, weight in ours.named_parameters():
         if weight.dim() == 3:
@@ -94,7 +94,7 @@ def test_only_experts_are_coded_where_that_is_asked_for(tmp_path):
     assert expert_modules(ours)
 
 
-def test_weights_of_a_type_of_their_own_are_coded_in_it(tmp_path):
+def test_weights_of_a_type_of_their_own_are_coded_in_it(tmp_path: Path):
     class Mixed(type(mixtral())):  # some models have weights of another dtype, whatever they are loaded in
         def __init__(self, config: Any):
             super().__init__(config)
@@ -113,28 +113,20 @@ def test_weights_of_a_type_of_their_own_are_coded_in_it(tmp_path):
 # --- files of other kinds
 
 
-@pytest.mark.parametrize("name", ["GPT2Config", "MixtralConfig"])
-def test_files_of_torch_are_loaded_as_well(name, tmp_path):
+@pytest.mark.parametrize(("name", "factor"), [("MixtralConfig", 1), ("GPT2Config", 1), ("GPT2Config", 2)])
+def test_files_of_torch_that_name_tied_weights_twice_are_loaded_too(name: str, factor: int, tmp_path: Path):
     model = small_model(name)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # which has tied weights under both names
-    assert_as_quantized_afterwards(tmp_path)
-
-
-@pytest.mark.parametrize("is_same", [True, False])
-def test_tied_weights_when_files_have_both_then_are_tied_if_equal(is_same, tmp_path):
-    model = small_model("GPT2Config")
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    if not is_same:
-        weights["lm_head.weight"] *= 2
+    weights["lm_head.weight"] *= factor
     model.config.save_pretrained(tmp_path)
     torch.save(weights, tmp_path / "pytorch_model.bin")
     ours = loaded(tmp_path)
-    assert (ours.lm_head.weight is ours.transformer.wte.weight) == is_same
+    is_tied = ours.lm_head.weight is ours.get_input_embeddings().weight
+    assert is_tied == (name == "GPT2Config" and factor == 1)
     assert_as_quantized_afterwards(tmp_path)
 
 
-def test_a_weight_that_files_do_not_have_is_coded_as_it_was_initialized(tmp_path):
+def test_a_weight_that_files_do_not_have_is_coded_as_it_was_initialized(tmp_path: Path):
     model = mixtral()
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(tmp_path, state_dict=weights)
@@ -143,24 +135,7 @@ def test_a_weight_that_files_do_not_have_is_coded_as_it_was_initialized(tmp_path
     assert ours.hf_quantizer.report == quantize_weights(model, 4)
 
 
-def test_a_weight_of_another_shape_is_refused(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
-    with pytest.raises((RuntimeError, ValueError), match=r"ignore_mismatched_sizes|is \[96, 64\] in the files"):
-        loaded(tmp_path)
-
-
-def test_files_that_are_quantized_already_are_refused(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantized with GPTQConfig but you are passing a QuantizedWeightsConfig"):
-        loaded(tmp_path)
-
-
-def test_loaded_config_when_beside_plain_files_then_loads_either_way(tmp_path):
+def test_a_loaded_config_beside_plain_files_loads_either_way(tmp_path: Path):
     mixtral().save_pretrained(tmp_path)
     loaded(tmp_path).config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["bits"] == 4
@@ -170,25 +145,55 @@ def test_loaded_config_when_beside_plain_files_then_loads_either_way(tmp_path):
 # --- what stays as it is, and what is refused
 
 
-def test_what_cannot_be_coded_stays_and_is_named_with_the_reason(tmp_path):
+def test_what_cannot_be_coded_stays_and_is_named_with_the_reason(tmp_path: Path):
     model = mixtral()
     model.model.layers[0].mlp.experts.down_proj.data[3, 5, 7] = torch.inf
     model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
     model.save_pretrained(tmp_path)
-    ours, theirs = loaded(tmp_path), loaded(tmp_path, None)
-    report = quantize_weights(theirs, 4)
-    assert ours.hf_quantizer.report == report
+    assert_as_quantized_afterwards(tmp_path)
+    left = loaded(tmp_path).hf_quantizer.report.left
     reason = "has numbers that are infinite or not a number"
-    assert report.left["model.layers.0.mlp.experts.down_proj"] == reason
-    assert report.left["model.layers.1.self_attn.q_proj.weight"] == reason
-    kept = ours.model.layers[0].mlp.experts.down_proj
-    assert torch.equal(kept, model.model.layers[0].mlp.experts.down_proj)
+    assert left["model.layers.0.mlp.experts.down_proj"] == left["model.layers.1.self_attn.q_proj.weight"] == reason
 
 
-def test_a_model_without_experts_or_without_matrices_to_code_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "settings", "error", "message"),
+    [
+        ({"vocab_size": 50}, {}, (RuntimeError, ValueError), r"ignore_mismatched_sizes|is \[96, 64\] in the files"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            {},
+            ValueError,
+            "quantized with GPTQConfig but you are passing a QuantizedWeightsConfig",
+        ),
+        # Noticed before anything is read.
+        (
+            {"hidden_size": 2**14, "vocab_size": 2**32},
+            {},
+            HostMemoryError,
+            r"Weights in 4 bits need \d+\.\d+ GiB more host memory",
+        ),
+        *(
+            ({}, {"device_map": device_map}, ValueError, "need the CPU, and device_map names .*: use device_map=.cpu")
+            for device_map in ("meta", {"": "cuda:0"}, {"model": "cpu", "lm_head": "disk"})
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_in_codes_is_refused(
+    config: dict, settings: dict, error: type[Exception], message: str, tmp_path: Path
+):
+    mixtral().save_pretrained(tmp_path)
+    change_config(tmp_path, **config)
+    with pytest.raises(error, match=message):
+        loaded(tmp_path, **settings)
+
+
+def test_a_model_without_experts_or_without_matrices_to_code_is_refused(tmp_path: Path):
     small_model("LlamaConfig").save_pretrained(tmp_path)
     with pytest.raises(NothingToQuantizeError, match="LlamaForCausalLM has no stacked experts: leave only_experts out"):
         loaded(tmp_path, QuantizedWeightsConfig(4, only_experts=True))
+    with pytest.raises(TypeError, match="only_experts must be True or False"):
+        QuantizedWeightsConfig(4, only_experts=None)
     config = small_config("GPT2Config")
     config.n_embd, config.n_head, config.vocab_size = 8, 1, 8
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "narrow")
@@ -196,45 +201,17 @@ def test_a_model_without_experts_or_without_matrices_to_code_is_refused(tmp_path
         loaded(tmp_path / "narrow")
 
 
-@pytest.mark.parametrize("device_map", ["meta", {"": "cuda:0"}, {"model": "cpu", "lm_head": "disk"}], ids=str)
-def test_device_map_when_not_the_cpu_then_is_refused(device_map, tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"need the CPU, and device_map names .*: use device_map=\"cpu\""):
-        loaded(tmp_path, device_map=device_map)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_devices_may_be_left_to_transformers_where_there_is_only_the_cpu(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    assert_as_quantized_afterwards(tmp_path, device_map="auto")
-
-
-def test_too_little_host_memory_is_noticed_before_anything_is_read(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2**14, "vocab_size": 2**32}))
-    with pytest.raises(HostMemoryError, match=r"Weights in 4 bits need \d+\.\d+ GiB more host memory"):
-        loaded(tmp_path)
-
-
-def test_saving_is_refused_before_anything_is_written(tmp_path):
+def test_saving_is_refused_before_anything_is_written(tmp_path: Path):
     mixtral().save_pretrained(tmp_path / "there")
-    model = loaded(tmp_path / "there")
     with pytest.raises(TypeError, match=r"cannot be saved: .* Keep the files that it was loaded from"):
-        model.save_pretrained(tmp_path / "new")
+        loaded(tmp_path / "there").save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("only_experts", [None, 1, "yes"])
-def test_only_experts_when_not_bool_then_is_refused(only_experts):
-    with pytest.raises(TypeError, match="only_experts must be True or False"):
-        QuantizedWeightsConfig(4, only_experts=only_experts)
 
 
 # --- what is left behind
 
 
-def test_ended_at_any_line_the_next_model_loads_as_if_nothing_had_been(tmp_path):
+def test_ended_at_any_line_the_next_model_loads_as_if_nothing_had_been(tmp_path: Path):
     mixtral(num_hidden_layers=1).save_pretrained(tmp_path)
     loaded(tmp_path)  # once, for what is done once
     whole = Interruption(folder="weights")
@@ -254,14 +231,7 @@ def test_ended_at_any_line_the_next_model_loads_as_if_nothing_had_been(tmp_path)
     assert quantizers == AUTO_QUANTIZER_MAPPING
 
 
-def test_a_copy_of_a_loaded_model_shares_its_codes(tmp_path):
-    mixtral().save_pretrained(tmp_path)
-    model = loaded(tmp_path)
-    twin = copy.deepcopy(model)
-    assert twin.hf_quantizer.report == model.hf_quantizer.report
-    assert twin.lm_head.weight.matrices is model.lm_head.weight.matrices
-
-
+@pytest.mark.slow
 def test_transformers_is_told_with_the_first_config_and_not_by_an_import():
     program = """
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING

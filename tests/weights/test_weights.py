@@ -4,6 +4,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_hybrid_cache import (
     DynamicHybridCache,
     HostMemoryError,
-    QuantizedHybridCache,
     QuantizedWeightsConfig,
-    move_experts_to_host,
     quantize_weights,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -27,20 +27,20 @@ from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMat
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 from hf_hybrid_cache.weights.quantized_weights import quantization_bar
 
-from common.caches import dynamic, stock
 from common.interruptions import Interruption
-from common.modes import MODES
 from common.programs import run_program
 from models.architectures import small_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
-from weights.quantized_models import logits, note_operations, with_dense_weights
+from weights.quantized_models import logits, note_operations, quantized_weights, with_dense_weights
 
 # The scores that choose experts are close to each other in this family.
 CLOSE_CHOICES = {"qwen3_next"}
 
 
-def quantized_names(model: PreTrainedModel) -> set[str]:
-    return {name for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)}
+def quantized_llama(bits: int) -> PreTrainedModel:
+    model = copy.deepcopy(tiny_model("llama"))
+    quantize_weights(model, bits)
+    return model
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("exact_kernels")
-def test_a_model_computes_with_what_its_codes_stand_for(family, bits, num_tokens, operations):
+def test_a_model_computes_with_what_its_codes_stand_for(family: str, bits: int, num_tokens: int, operations: list[str]):
     model = tiny_model(family)
     own = logits(model, num_tokens)
     with quantize_weights(model, bits, group_size=32, temporary=True):
@@ -71,24 +71,18 @@ def test_a_model_computes_with_what_its_codes_stand_for(family, bits, num_tokens
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["MixtralConfig", "GptOssConfig"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_experts_compute_with_their_codes_however_transformers_runs_them(name, implementation, dtype):
-    model = small_model(name).to(dtype)
+def test_experts_compute_with_their_codes_however_transformers_runs_them(name: str, implementation: str):
+    model = small_model(name)
     model.set_experts_implementation(implementation)
     with quantize_weights(model, 8, group_size=32, temporary=True):
-        ours = logits(model)
-        theirs = logits(with_dense_weights(model))
-    if dtype == torch.float32:
-        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=5e-3)
-    else:  # rounded at other places, and then perhaps given to other experts
-        assert functional.cosine_similarity(ours.flatten().float(), theirs.flatten().float(), dim=0) > 0.97
+        torch.testing.assert_close(logits(model), logits(with_dense_weights(model)), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS, MOST_TOKENS + 1, 300])
 @pytest.mark.parametrize("columns", [200, 8300], ids=["decoded at once", "decoded in two parts"])
 @pytest.mark.usefixtures("exact_kernels")
-def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, columns, dtype):
+def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens: int, columns: int, dtype: torch.dtype):
     torch.manual_seed(0)
     matrices = QuantizedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
     tokens, bias = torch.randn(num_tokens, 3, columns).to(dtype), torch.randn(700).to(dtype)
@@ -98,20 +92,8 @@ def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, co
     assert error < {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - CLOSE_CHOICES))
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_tokens_of_a_prompt_are_rounded_to_8_bits(family, bits, operations):
-    model = tiny_model(family)
-    with quantize_weights(model, bits, temporary=True):
-        ours = logits(model, MOST_TOKENS)
-        theirs = logits(with_dense_weights(model), MOST_TOKENS)
-    assert not operations, "slow: the numbers of a weight were read"
-    # With random weights, the error of a model of this size is several times as large.
-    assert (ours - theirs).norm() / theirs.norm() < 0.1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_products_of_many_tokens_when_not_exact_then_use_integers(dtype):
+def test_products_of_many_tokens_use_integers_unless_they_shall_be_exact(dtype: torch.dtype):
     if not uses_gemm(dtype == torch.bfloat16):
         pytest.skip("the processor does not add up four products of 8 bits, or multiplies bfloat16 faster")
     torch.manual_seed(0)
@@ -130,44 +112,16 @@ def test_products_of_many_tokens_when_not_exact_then_use_integers(dtype):
         set_integer_kernels(None)
 
 
-def test_products_of_many_tokens_when_bfloat16_is_slow_then_use_float32():
-    program = """
-import torch
-from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
-from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
-set_integer_kernels(False)
-matrices = QuantizedMatrices(torch.randn(1, 50, 2000), 4, 64)
-tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bfloat16()
-single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()
-assert torch.equal(matrices.multiply(tokens, bias=bias), single)
-"""
-    run_program(program, ONEDNN_MAX_CPU_ISA="AVX2")
+@pytest.mark.usefixtures("exact_kernels")
+def test_many_tokens_in_bfloat16_become_float32_where_that_is_faster(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_hybrid_cache.weights.quantized_matrices._has_bfloat16", lambda: False)
+    matrices = QuantizedMatrices(torch.randn(1, 50, 2000), 4, 64)
+    tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bfloat16()
+    single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()
+    assert torch.equal(matrices.multiply(tokens, bias=bias), single)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_caches_when_weights_are_quantized_then_match_dynamic_cache(mode):
-    model = copy.deepcopy(tiny_model("llama"))
-    with quantize_weights(model, 8, temporary=True):
-        theirs = MODES[mode](model, stock)
-        ours = MODES[mode](model, dynamic)
-    for mine, other in zip(ours, theirs, strict=True):
-        if isinstance(other, torch.Tensor):
-            torch.testing.assert_close(mine, other, rtol=5e-3, atol=5e-3)
-        else:
-            assert mine == other
-
-
-def test_keys_and_values_may_be_of_few_bits_beside():
-    model = tiny_model("llama")
-    ids = random_prompt(1, 200)
-    with quantize_weights(model, 4, temporary=True):
-        cache = QuantizedHybridCache(model.config, bits=8)
-        ours = model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False)
-    assert ours.shape == (1, 208)
-    assert cache.get_seq_length() == 207
-
-
-def test_embeddings_when_quantized_then_match_codes_and_check_ids():
+def test_embeddings_are_those_of_the_codes_and_check_ids():
     model = tiny_model("llama")
     ids = torch.tensor([[3, 90, 3, 127], [0, 1, 2, 3]])
     with quantize_weights(model, 4, temporary=True):
@@ -188,7 +142,7 @@ def test_weights_made_in_inference_mode_work_outside_of_it():
 
 
 @pytest.mark.slow
-def test_processors_without_integer_dot_products_compute_the_same(tmp_path):
+def test_processors_without_integer_dot_products_compute_the_same(tmp_path: Path):
     program = f"""
 import torch
 from hf_hybrid_cache.weights.quantized_matrices import QuantizedMatrices
@@ -206,17 +160,13 @@ torch.save([QuantizedMatrices(weights, bits, 64).multiply(tokens) for bits in (8
 # --- operations on a weight
 
 
-def tensors() -> dict[str, tuple[QuantizedWeight, torch.Tensor]]:
-    """Weights of few bits, and the same numbers as a tensor."""
+def tensors(kind: str) -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight of few bits, and the same numbers as a tensor."""
     torch.manual_seed(0)
-    one, several = QuantizedMatrices(torch.randn(1, 40, 64), 4, 32), QuantizedMatrices(torch.randn(3, 40, 64), 4, 32)
-    made = {
-        "matrix": QuantizedWeight.make(one, 0, False, torch.float32),
-        "transposed": QuantizedWeight.make(one, 0, True, torch.float32),
-        "stacked": QuantizedWeight.make(several, None, False, torch.float32),
-        "stacked and transposed": QuantizedWeight.make(several, None, True, torch.float32),
-    }
-    return {name: (weight, weight.dense()) for name, weight in made.items()}
+    is_stacked = "stacked" in kind
+    matrices = QuantizedMatrices(torch.randn(3 if is_stacked else 1, 40, 64), 4, 32)
+    weight = QuantizedWeight.make(matrices, None if is_stacked else 0, "transposed" in kind, torch.float32)
+    return weight, weight.dense()
 
 
 TOKENS, WIDE_TOKENS = torch.randn(5, 64), torch.randn(5, 40)
@@ -227,7 +177,6 @@ OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "linear of no token": ("matrix", lambda weight: functional.linear(TOKENS[:0], weight)),
     "matmul": ("matrix", lambda weight: TOKENS @ weight.T),
     "matmul with mT": ("matrix", lambda weight: torch.matmul(TOKENS, weight.mT)),
-    "matmul with t": ("matrix", lambda weight: torch.mm(TOKENS, weight.t())),
     "matmul of the other side": ("matrix", lambda weight: WIDE_TOKENS @ weight),
     "from the left": ("matrix", lambda weight: weight @ TOKENS.T),
     "addmm": ("transposed", lambda weight: torch.addmm(WIDE_TOKENS[0], TOKENS, weight)),
@@ -240,29 +189,25 @@ OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "one transposed": ("stacked and transposed", lambda weight: TOKENS @ weight[0]),
     "some of several": ("stacked", lambda weight: weight[torch.tensor([2, 0])]),
     "a slice": ("stacked", lambda weight: weight[1:, :3]),
-    "all, transposed": ("stacked", lambda weight: TOKENS @ weight.transpose(1, 2)[2]),
     "groups": (
         "stacked",
         lambda weight: functional.grouped_mm(
             TOKENS.bfloat16(), weight.transpose(-2, -1).bfloat16(), offs=torch.tensor([2, 2, 5], dtype=torch.int32)
         ),
     ),
-    "a row": ("matrix", lambda weight: weight[7]),
     "a number": ("matrix", lambda weight: weight[7, 3].item()),
     "sum": ("matrix", lambda weight: weight.sum(0)),
-    "product with numbers": ("stacked", lambda weight: 2 * weight),
     "other type": ("matrix", lambda weight: weight.to(torch.bfloat16)),
     "list": ("matrix", lambda weight: weight.tolist()),
     "numpy": ("matrix", lambda weight: torch.from_numpy(weight.numpy())),
-    "norm": ("matrix", lambda weight: weight.norm()),
     "shape": ("stacked and transposed", lambda weight: (weight.shape, weight.size(-1), weight.dim(), weight.numel())),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_any_operation_gives_what_it_gives_with_the_numbers(name):
+def test_any_operation_gives_what_it_gives_with_the_numbers(name: str):
     kind, operation = OPERATIONS[name]
-    weight, dense = tensors()[kind]
+    weight, dense = tensors(kind)
     actual, wanted = operation(weight), operation(dense)
     if isinstance(wanted, torch.Tensor):
         torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=2e-3)
@@ -271,34 +216,24 @@ def test_any_operation_gives_what_it_gives_with_the_numbers(name):
 
 
 @pytest.mark.parametrize(
-    "operation",
+    ("kind", "operation"),
     [
-        lambda weight: functional.linear(TOKENS[:, :50], weight),
-        lambda weight: functional.linear(TOKENS.double(), weight),
-        lambda weight: functional.linear(TOKENS, weight, torch.ones(3)),
-        lambda weight: weight[40],
+        ("matrix", lambda weight: functional.linear(TOKENS[:, :50], weight)),
+        ("matrix", lambda weight: functional.linear(TOKENS.double(), weight)),
+        ("matrix", lambda weight: functional.linear(TOKENS, weight, torch.ones(3))),
+        ("matrix", lambda weight: weight[40]),
+        ("stacked", lambda weight: weight[3]),
     ],
 )
-def test_what_torch_refuses_is_refused_with_its_own_error(operation):
-    weight, dense = tensors()["matrix"]
+def test_what_torch_refuses_is_refused_with_its_own_error(kind: str, operation: Callable[[torch.Tensor], Any]):
+    weight, dense = tensors(kind)
     with pytest.raises((RuntimeError, IndexError)) as theirs:
         operation(dense)
     with pytest.raises(type(theirs.value)):
         operation(weight)
 
 
-def test_an_expert_that_there_is_not_is_refused():
-    with pytest.raises(IndexError, match="index 3 is out of bounds for 3 matrices"):
-        tensors()["stacked"][0][3]
-
-
 # --- which weights, and for how long
-
-
-@pytest.mark.parametrize("change", [quantize_weights, move_experts_to_host])
-def test_temporary_is_a_bool_or_refused(change):
-    with pytest.raises(TypeError, match="temporary must be True or False, got 'yes'"):
-        change(tiny_model("llama"), 4, temporary="yes")
 
 
 def test_ended_at_any_line_a_model_has_all_its_parameters():
@@ -331,19 +266,17 @@ def test_permanently_quantized_weights_are_freed_and_the_report_says_so():
     assert report.quantized_weights == len(originals)
     assert report.original_bytes + report.other_bytes == before
     assert report.quantized_bytes + report.other_bytes < 0.32 * before
-    held = sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, QuantizedWeight))
-    assert report.quantized_bytes == held
+    assert report.quantized_bytes == sum(weight.matrices.num_bytes for weight in quantized_weights(model))
     assert f"{len(originals)} weights in 4 bits, groups of 32" in str(report)
 
 
-def test_the_output_head_has_eight_bits_unless_told_otherwise():
-    for head_bits in (8, 4):
-        model = copy.deepcopy(tiny_model("llama"))
-        options = {} if head_bits == 8 else {"head_bits": 4}
-        report = quantize_weights(model, 4, **options)
-        assert model.lm_head.weight.matrices.layout.bits == head_bits
-        assert model.model.layers[0].mlp.up_proj.weight.matrices.layout.bits == 4
-        assert ("(the output head in 8)" in str(report)) == (head_bits == 8)
+@pytest.mark.parametrize(("options", "head_bits"), [({}, 8), ({"head_bits": 4}, 4)])
+def test_the_output_head_has_eight_bits_unless_told_otherwise(options: dict[str, int], head_bits: int):
+    model = copy.deepcopy(tiny_model("llama"))
+    report = quantize_weights(model, 4, **options)
+    assert model.lm_head.weight.matrices.layout.bits == head_bits
+    assert model.model.layers[0].mlp.up_proj.weight.matrices.layout.bits == 4
+    assert ("(the output head in 8)" in str(report)) == (head_bits == 8)
 
 
 def test_tied_weights_stay_tied():
@@ -357,13 +290,13 @@ def test_tied_weights_stay_tied():
         assert twin.lm_head.weight.matrices is model.lm_head.weight.matrices
 
 
-def test_weights_when_not_quantizable_then_are_named_with_reasons():
+def test_weights_that_cannot_be_quantized_are_named_with_reasons():
     model = small_model("GPT2Config")
     model.transformer.h[0].mlp.c_fc.weight.data[3, 3] = torch.inf
     model.transformer.h[1].mlp.c_fc = nn.Linear(32, 8)
     model.transformer.h[2].mlp.c_fc = nn.Linear(32, 64, dtype=torch.float64)
     with quantize_weights(model, 8, temporary=True) as report:
-        assert quantized_names(model).isdisjoint(report.left)
+        assert not any(isinstance(model.get_parameter(name), QuantizedWeight) for name in report.left)
     assert report.left == {
         "transformer.wpe.weight": "is used by Embedding, not as the matrix of a linear layer",
         "transformer.h.0.mlp.c_fc.weight": "has numbers that are infinite or not a number",
@@ -384,30 +317,31 @@ def test_weights_when_not_quantizable_then_are_named_with_reasons():
 @pytest.mark.parametrize(
     ("error", "message", "given"),
     [
-        (TypeError, r"bits must be an integer, got '4'", ("4",)),
-        (TypeError, r"bits must be an integer, got True", (True,)),
-        (TypeError, r"bits must be an integer, got None", (None,)),
-        (TypeError, r"head_bits must be an integer, got None", (4, 32, None)),
-        (ValueError, r"head_bits must be 8 or 4, got 16", (4, 32, 16)),
-        (ValueError, r"bits must be 8 or 4, got 2. Leave it out", (2,)),
-        (TypeError, r"group_size must be an integer, got 32.0", (4, 32.0)),
-        (ValueError, r"group_size must be 32, 64 or 128, got 48", (4, 48)),
+        *((TypeError, f"bits must be an integer, got {given!r}", (given,)) for given in ("4", True, None)),
+        (ValueError, "bits must be 8 or 4, got 2. Leave it out", (2,)),
+        (TypeError, "head_bits must be an integer, got None", (4, 32, None)),
+        (ValueError, "head_bits must be 8 or 4, got 16", (4, 32, 16)),
+        (TypeError, "group_size must be an integer, got 32.0", (4, 32.0)),
+        (ValueError, "group_size must be 32, 64 or 128, got 48", (4, 48)),
     ],
 )
-def test_weight_bits_when_unknown_then_are_refused(use, error, message, given):
+def test_options_that_there_are_not_are_refused(
+    use: Callable, error: type[Exception], message: str, given: tuple[Any, ...]
+):
     model = tiny_model("llama")
     with pytest.raises(error, match=message):
         use(model, *given)
-    assert not quantized_names(model)
+    assert not quantized_weights(model)
 
 
 def test_a_model_elsewhere_or_of_few_bits_already_is_refused():
+    with pytest.raises(TypeError, match="temporary must be True or False, got 'yes'"):
+        quantize_weights(tiny_model("llama"), 4, temporary="yes")
     with torch.device("meta"):
         elsewhere = AutoModelForCausalLM.from_config(tiny_model("llama").config)
     with pytest.raises(ValueError, match=r"Weights are on meta; .*DecodeOnCPU\(weights=4\)"):
         quantize_weights(elsewhere, 4)
-    model = copy.deepcopy(tiny_model("llama"))
-    quantize_weights(model, 4)
+    model = quantized_llama(4)
     with pytest.raises(ValueError, match=r"No weight of LlamaForCausalLM .*embed_tokens.weight is quantized already"):
         quantize_weights(model, 4)
 
@@ -418,35 +352,27 @@ def test_too_little_host_memory_is_noticed_before_anything_changes():
     model.lm_head.weight.data = torch.ones(1).expand(2**20, 2**20)
     with pytest.raises(HostMemoryError, match=r"Weights in 4 bits need 115\d\.\d+ GiB more host memory"):
         quantize_weights(model, 4)
-    assert not quantized_names(model)
+    assert not quantized_weights(model)
 
 
-def test_saving_and_sharing_are_refused_with_the_way_out(tmp_path):
-    model = copy.deepcopy(tiny_model("llama"))
-    quantize_weights(model, 8)
-    for save in (
-        lambda: model.save_pretrained(tmp_path),
-        lambda: torch.save(model, tmp_path / "model"),
-        model.share_memory,
-    ):
+def test_saving_and_sharing_are_refused_with_the_way_out(tmp_path: Path):
+    model = quantized_llama(8)
+    saves = lambda: model.save_pretrained(tmp_path), lambda: torch.save(model, tmp_path / "model"), model.share_memory
+    for save in saves:
         with pytest.raises(TypeError, match="Save or share the model before its weights are quantized"):
             save()
 
 
 def test_moved_elsewhere_a_model_has_the_numbers_as_weights_of_its_own():
-    model = copy.deepcopy(tiny_model("llama"))
-    quantize_weights(model, 8)
+    model = quantized_llama(8)
     ours = logits(model)
     model.double()
-    assert not quantized_names(model)
+    assert not quantized_weights(model)
     torch.testing.assert_close(logits(model).float(), ours, rtol=5e-3, atol=5e-3)
 
 
 def test_a_cache_and_a_model_of_few_bits_work_in_threads():
-    from concurrent.futures import ThreadPoolExecutor
-
-    model = copy.deepcopy(tiny_model("llama"))
-    quantize_weights(model, 4)
+    model = quantized_llama(4)
     prompts = [random_prompt(1, 20, seed) for seed in range(4)]
 
     def generate(ids: torch.Tensor) -> torch.Tensor:
@@ -459,5 +385,5 @@ def test_a_cache_and_a_model_of_few_bits_work_in_threads():
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
-def test_a_bar_of_weights_when_there_is_no_terminal_then_is_not_drawn():
+def test_no_bar_is_drawn_where_there_is_no_terminal():
     assert quantization_bar(3, bits=4).disable
