@@ -58,7 +58,9 @@ EXPERIMENTS: dict[str, dict[str, set[str]]] = {
         "quality.weight_error --windows 1 --length 80": {"pydoc_data.topics", "docstrings"},
         "cost.reload --tokens 200 --caches dynamic '4 bits'": {"dynamic", "4 bits"},
         f"peers.peers --engines ours-16 ours-4 full --contexts 40 80 --rounds 2 {SMALL}": {"ours-16", "ours-4", "full"},
-        "peers.prompt_peers --rows 'stock W16/KV16' 'ours W16/KV4' 'ours W8/KV8' --tokens 40 --chunk 16 --rounds 1": {"40"},
+        "peers.prompt_peers --rows 'stock W16/KV16' 'ours W16/KV4' 'ours W8/KV8' --tokens 40 --chunk 16 --rounds 1": {
+            "40"
+        },
         f"peers.whole_step --rows 'stock W16/KV16' 'ours W16/KV4' 'ours W4/KV4' 'fused W4/KV4' --rounds 1 {SMOLLM2}": {
             "40"
         },
