@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ..codecs import as_written
 from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
-from ..storage import AnyStore, Chunk, Pair
+from ..storage import AnyStore, HostBlocks, Pair
 from .quantized_attention import QuantizedAttention
 from .queries import Queries
 from .stored_attention import StoredAttention
@@ -37,14 +37,14 @@ class LayerView:
     Args:
         store: of the layer.
         attention: that the handles stand for.
-        chunk: the last tokens as they came, if they are attended to in full precision.
+        chunk: the first tokens as they came, if they are attended to in full precision.
     """
 
     def __init__(
         self,
         store: AnyStore,
         attention: StoredAttention | QuantizedAttention,
-        chunk: Chunk | None = None,
+        chunk: HostBlocks | None = None,
     ):
         self.attention, self.chunk, self.shape = attention, chunk, store.shape
         self._store, self._version = store, store.version
@@ -71,7 +71,7 @@ class LayerView:
         if self._states is None:
             self.attention.decline(what, store.num_tokens)
             # The store may have quantized what a first chunk has as it came.
-            keys, values = store.read() if chunk is None or chunk.tokens_before else chunk.dense.read()
+            keys, values = store.read() if chunk is None else chunk.read()
             self._states = (observed(keys, store.observe) if store.wants_queries else keys), values
         return self._states
 
@@ -148,7 +148,7 @@ class KVHandle(torch.Tensor):
 def handles_of(
     store: AnyStore,
     attention: StoredAttention | QuantizedAttention,
-    chunk: Chunk | None = None,
+    chunk: HostBlocks | None = None,
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
     layer, shape = LayerView(store, attention, chunk), store.shape

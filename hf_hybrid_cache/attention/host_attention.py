@@ -24,7 +24,6 @@ from ..kernels import (
 from ..storage import (
     GRANULE,
     CacheStats,
-    Chunk,
     HostBlocks,
     Issued,
     KVShape,
@@ -32,7 +31,7 @@ from ..storage import (
     can_page_lock,
     kernel_element,
 )
-from .merging import PartialAttention, merged_in_place
+from .merging import PartialAttention
 from .queries import LastMask, MaskArrays, Queries, SeenTokens, causal_tokens, mask_arrays, seen_tokens
 from .torch_attention import attend_in_pieces, attend_to_prompt
 
@@ -175,34 +174,9 @@ class HostAttention:
         future = running[-1]
         return result
 
-    def attend_to_chunk(self, queries: Queries, store: Store, chunk: Chunk) -> torch.Tensor:
-        """
-        Attend to tokens that came with a chunk in full precision, while the layer's store quantizes them.
-
-        Of a sequence's first chunk all tokens are there as they came. In a later one, of more than `MAX_QUERIES`
-        tokens, each token sees the codes that it would see had the tokens come one by one: its own position tells which
-        tokens it reads in full precision, never where its chunk begins or ends. So the bits of an answer do not depend
-        on where the rest of a prompt is cut.
-
-        They do with chunks of fewer tokens, and with the one whose states choose the codec; and where chunks are not
-        kept: in layers on a device, in part or streamed, of several processes or continuations, where attention asks
-        for the states, and where torch attends.
-        """
-        arrays, value_dim = chunk.dense.arrays(), store.shape.value_dim
-        if not chunk.tokens_before:
-            return self._attend_to_blocks(queries, Blocks(*arrays, chunk.num_tokens, value_dim))
-        codes, dense = blocks_of(store), Blocks(*arrays, chunk.dense.num_entries, value_dim)
-        # Token `p` after the sinks is entry `p - skipped` of `chunk.dense`; skipped are the blocks quantized before.
-        skipped = chunk.num_tokens - chunk.dense.num_entries
-        seen, ends = self._seen_by(queries, codes), np.array(chunk.quantized_ends)[:, None]
-        visible, bias = (
-            None if each is None else np.ascontiguousarray(each[..., skipped:]) for each in (seen.visible, seen.bias)
-        )
-        in_codes = seen._replace(ranges=np.minimum(seen.ranges, ends, order="C"))
-        in_dense = SeenTokens(np.maximum(seen.ranges, ends, order="C") - skipped, visible, bias)
-        partial = self._attend_many(queries, in_codes, codes, torch.float32)
-        others = self._attend_many(queries, in_dense, dense, torch.float32)
-        return merged_in_place(partial, others).to(queries.states.dtype)
+    def attend_to_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> torch.Tensor:
+        """Attend to a sequence's first tokens as they came, in full precision, while the store quantizes them."""
+        return self._attend_to_blocks(queries, Blocks(*chunk.arrays(), chunk.num_entries, store.shape.value_dim))
 
     def _attend_to_blocks(self, queries: Queries, blocks: Blocks) -> torch.Tensor:
         """Attend with any number of queries on the CPU; the output has their type."""

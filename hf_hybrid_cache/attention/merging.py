@@ -7,7 +7,6 @@ https://arxiv.org/abs/2205.14135).
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -58,19 +57,3 @@ def merged_at_once(outs: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
     # If no token is seen, the weights do not matter: all outputs are zero.
     weights = lse.clamp_min(_LOWEST).softmax(dim=0)
     return PartialAttention((outs * weights.unsqueeze(-1)).sum(dim=0), lse.logsumexp(dim=0))
-
-
-def merged_in_place(first: PartialAttention, last: PartialAttention) -> torch.Tensor:
-    """
-    Return the output of two partial results on the CPU; both outputs are overwritten.
-
-    The bits of a row depend on that row alone. Those of torch's exponentials depend on where in a tensor a number is:
-    the last numbers of a thread do not fill a vector, and are computed in another way.
-    """
-    with np.errstate(all="ignore"):
-        ratio = np.exp(last.lse.numpy() - first.lse.numpy())
-        weights = 1 / (1 + ratio), 1 / (1 + 1 / ratio)
-    for (out, lse), weight in zip((first, last), weights, strict=True):
-        weight[np.isneginf(lse.numpy())] = 0  # no token is seen
-        out.mul_(torch.from_numpy(weight).unsqueeze(-1))
-    return first.out.add_(last.out)

@@ -6,7 +6,7 @@ import torch
 
 from ..codecs import as_written, folded_codecs, is_foldable, map_to_states
 from ..device_kernels import LONGEST_HEAD, Codes, attend_in_splits, merged, runs_on
-from ..storage import AnyStore, Chunk, KVCodec, KVShape, Store
+from ..storage import AnyStore, HostBlocks, KVCodec, KVShape, Store
 from .queries import Queries
 
 
@@ -36,7 +36,7 @@ class QuantizedAttention:
         """Return false, because the states of a prompt are there in full precision."""
         return False
 
-    def __call__(self, queries: Queries, store: AnyStore, chunk: Chunk | None = None) -> torch.Tensor:
+    def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
         """
         Attend to all tokens of `store`, which are on the device of the queries.
 

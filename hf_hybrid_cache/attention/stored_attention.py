@@ -14,7 +14,6 @@ from ..kernels import compile_in_background
 from ..storage import (
     AnyStore,
     CacheStats,
-    Chunk,
     HostBlocks,
     KVCodec,
     KVShape,
@@ -23,7 +22,7 @@ from ..storage import (
     SharedPrefix,
     Store,
 )
-from .host_attention import MAX_QUERIES, HostAttention, has_kernel_for_many
+from .host_attention import HostAttention, has_kernel_for_many
 from .merging import PartialAttention, merged, merged_out
 from .queries import LastMask, Queries, folded, folded_mask, unfolded
 from .sharded_attention import attend_to_shards
@@ -85,14 +84,14 @@ class StoredAttention:
         """Compile the kernel for blocks of `element`, and for quantized blocks, ahead of its first use."""
         compile_in_background(element, is_quantized)
 
-    def __call__(self, queries: Queries, store: AnyStore, chunk: Chunk | None = None) -> torch.Tensor:
+    def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
 
         Args:
             queries: on any device; causal ones only for a store that `takes_prompts`, or with a chunk.
             store: its keys and values share batch and head_dim with the queries.
-            chunk: the last tokens as they came, which their own queries attend to.
+            chunk: the first tokens as they came, which their own queries attend to.
 
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the queries' type, on their device.
@@ -103,9 +102,7 @@ class StoredAttention:
             store.observe(query)
         if chunk is not None:
             assert isinstance(store, Store)
-            are_own = query.shape[2] > MAX_QUERIES and chunk.tokens_before == chunk.num_tokens - query.shape[2]
-            if are_own or not chunk.tokens_before:
-                return self._host.attend_to_chunk(queries, store, chunk)
+            return self._host.attend_to_chunk(queries, store, chunk)
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if mask is None else self._own_masks.of(mask, store.shard)
             return attend_to_shards(queries._replace(mask=own), store, self._host).out.to(query.dtype)
@@ -148,11 +145,6 @@ class StoredAttention:
             tails = _parts_of(of_tails, store.tails, self._host, running) if store.tails.num_tokens else []
         *first, last = (partial(_unfolded, part, continuations) for part in prefix)
         return [*first, *tails[:-1], last, *tails[-1:]]
-
-    @property
-    def has_given_states(self) -> bool:
-        """Whether something has read the states themselves."""
-        return self.is_declined or self._has_warned
 
     def decline(self, what: str, num_tokens: int) -> None:
         """

@@ -249,7 +249,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         """Put what a file holds into this empty cache, which has its codecs; see `load` for the errors."""
         file.fill(self.layers, device, mmap, verify)
         self._stores.take_seen_queries(file.seen_queries)
-        self._stores.sees_as_alone = file.description.sees_as_alone
         self._prompts.token_ids = file.token_ids
         if converted_to is not None:
             self.to(converted_to)

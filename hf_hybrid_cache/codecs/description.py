@@ -11,7 +11,30 @@ from .channel_scaling import ChannelScaling
 from .minmax import minmax, minmax_codecs
 from .quanto import QuantoCodec, quanto
 
-_MAKERS: dict[str, Callable[..., KVCodec]] = {"minmax": minmax, "quanto": quanto}
+
+def _arguments_of_minmax(codec: KVCodec) -> dict[str, Any] | None:
+    if (both := minmax_codecs(codec)) is None:
+        return None
+    keys, values = both
+    return {
+        "bits": [keys.bits, values.bits],
+        "group_size": keys.group_size,
+        "sink_tokens": codec.sink_tokens,
+        "rotate": keys.is_rotated if codec.is_fitted else "auto",
+        "auto_bits": codec.auto_bits,
+    }
+
+
+def _arguments_of_quanto(codec: KVCodec) -> dict[str, Any] | None:
+    is_quanto = isinstance(codec.keys, QuantoCodec)
+    return {"bits": codec.keys.bits, "sink_tokens": codec.sink_tokens} if is_quanto else None
+
+
+# By name the function that makes a codec, and what returns its arguments for one that it may have made, else `None`.
+_CODECS: dict[str, tuple[Callable[..., KVCodec], Callable[[KVCodec], dict[str, Any] | None]]] = {
+    "minmax": (minmax, _arguments_of_minmax),
+    "quanto": (quanto, _arguments_of_quanto),
+}
 
 
 def describe(codec: KVCodec) -> dict[str, Any]:
@@ -21,22 +44,11 @@ def describe(codec: KVCodec) -> dict[str, Any]:
     Raises:
         ValueError: none of them does.
     """
-    tree: dict[str, Any] = {}
-    if (both := minmax_codecs(codec)) is not None:
-        keys, values = both
-        tree = {
-            "name": "minmax",
-            "bits": [keys.bits, values.bits],
-            "group_size": keys.group_size,
-            "sink_tokens": codec.sink_tokens,
-            "rotate": keys.is_rotated if codec.is_fitted else "auto",
-            "auto_bits": codec.auto_bits,
-        }
-    elif isinstance(codec.keys, QuantoCodec):
-        tree = {"name": "quanto", "bits": codec.keys.bits, "sink_tokens": codec.sink_tokens}
-    if not tree or described_codec(tree, weights_of(codec)) != codec:
-        raise ValueError(f"There is no way to describe {codec}: only what {' and '.join(_MAKERS)} make can be saved.")
-    return tree
+    for name, (_, arguments_of) in _CODECS.items():
+        arguments = arguments_of(codec)
+        if arguments is not None and described_codec({"name": name} | arguments, weights_of(codec)) == codec:
+            return {"name": name} | arguments
+    raise ValueError(f"There is no way to describe {codec}: only what {' and '.join(_CODECS)} make can be saved.")
 
 
 def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
@@ -78,10 +90,11 @@ def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     name, auto_bits = arguments.pop("name", None), arguments.pop("auto_bits", False)
     if not isinstance(auto_bits, bool):
         raise ValueError(f"auto_bits must be True or False, got {auto_bits!r}.")
-    if name not in _MAKERS:
-        raise ValueError(f"{name!r} is not one of the codecs {', '.join(_MAKERS)}.")
+    if name not in _CODECS:
+        raise ValueError(f"{name!r} is not one of the codecs {', '.join(_CODECS)}.")
+    make, _ = _CODECS[name]
     try:
-        codec = _MAKERS[name](**arguments)
+        codec = make(**arguments)
     except TypeError as error:
         raise ValueError(f"{tree} are no arguments of {name}: {error}") from error
     for role, each in (weights or {}).items():

@@ -22,7 +22,7 @@ from .layers import codec_section, described_layer, layer_section, tensor_sectio
 from .tensor_file import CacheFileError, NewFile, Section, TensorFile
 
 _FORMAT = "hf_hybrid_cache"
-_VERSION = "6"
+_VERSION = "7"
 
 
 def save_layers(
@@ -44,7 +44,6 @@ def save_layers(
             placement=stores.placement,
             max_length=stores.capacity.device_tokens,
             document_tokens=document_tokens,
-            sees_as_alone=stores.sees_as_alone,
         )
         metadata = {"format": _FORMAT, "format_version": _VERSION, "cache": description.to_json()}
         sections = [tensor_section("token_ids", ids), *(codec_section(index, stores) for index in stores.codecs)]

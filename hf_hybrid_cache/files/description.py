@@ -130,7 +130,6 @@ class CacheDescription(SavedLayers):
         max_length: that the cache was made for, or 0.
         document_tokens: of the saved tokens, how many are those of a document at the start; `None` where that was not
             told.
-        sees_as_alone: whether tokens see the codes that they would see had they come one by one.
     """
 
     transformers_version: str
@@ -138,7 +137,6 @@ class CacheDescription(SavedLayers):
     placement: Placement
     max_length: int
     document_tokens: int | None
-    sees_as_alone: bool
 
     def __post_init__(self) -> None:
         if isinstance(self.placement, dict):  # of JSON

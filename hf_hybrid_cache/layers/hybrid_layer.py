@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import MAX_QUERIES, QuantizedAttention, StoredAttention, handles_of, observed
+from ..attention import QuantizedAttention, StoredAttention, handles_of, observed
 from ..storage import (
     GRANULE,
     AnyStore,
@@ -230,8 +230,8 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
-            if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store, new_tokens):
-                return handles_of(store, stores.attention, store.add_chunk(key_states, value_states))
+            if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store):
+                return handles_of(store, stores.attention, store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
             if takes_handles and (new_tokens <= _FEW_TOKENS or store.streamed is None):
                 self._add_for_cpu(store, key_states, value_states)
@@ -261,12 +261,11 @@ class HybridLayer(CacheLayerMixin):
         takes_codes = self._place.on_codes and store.ends is None and not self._quantized_attention.is_declined
         return self._quantized_attention if takes_codes else None
 
-    def _keeps_chunk(self, store: Store, new_tokens: int) -> bool:
-        """Return whether new tokens are attended to in full precision by a kernel, though the store packs them."""
+    def _keeps_chunk(self, store: Store) -> bool:
+        """Return whether a sequence's first tokens are attended to as they came, though the store packs them."""
         return (
             store.packed is not None
-            and (not store.num_tokens or (self._stores.sees_as_alone and new_tokens > MAX_QUERIES))
-            and not store.waits
+            and not store.num_tokens
             and store.ends is None
             and store.streamed is None
             and self._stores.peers is None

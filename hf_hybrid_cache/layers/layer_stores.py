@@ -89,8 +89,6 @@ class LayerStores:
         unfinished: the operation on all layers that ended half-way.
         thread: that began the last forward pass.
         recently_lent: layers that callers have read from, or assigned to.
-        sees_as_alone: whether each token of a quantized prompt sees the codes that it would see had the tokens come one
-            by one, so that its bits do not depend on where chunks end (`attention/host_attention.py`).
         implementation: the model's implementation of attention in the last forward pass.
         needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
@@ -124,7 +122,6 @@ class LayerStores:
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
-        self.sees_as_alone = False
         self.needs_states = False
         self.implementation: str | None = None
         # Stores whose tokens may wait for a codec, in the order of their last use.

@@ -27,7 +27,7 @@ class Reuse:
         folder: of the store.
         num_tokens: tokens of the prompt that came from it.
         common_tokens: tokens that the prompt has in common with what is stored, which may be more: states go on only
-            from where a forward pass ended before, or leave the next one long enough.
+            from where a forward pass ended.
         prompt_tokens: of the prompt.
         stored_token: token id that is stored where the prompt first differs; `None` if nothing is.
         given_token: token id of the prompt there; `None` if it ends there.
@@ -61,21 +61,14 @@ class Reuse:
 
 def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tuple[Match, Reuse]:
     """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on; and report."""
-    keys, passes, digest, token_ids = prompt.keys, prompt.passes, prompt.identity.digest, prompt.token_ids[0]
+    keys, digest, token_ids = prompt.keys, prompt.identity.digest, prompt.token_ids[0]
     match = folder.find(digest, keys)
     common = match.num_tokens
     following = match.parts[-1].following_keys if match.parts else b""
     stored = int(token_ids_of(as_keys(following))[0]) if following else None
     given = int(token_ids[common]) if common < len(token_ids) else None
-    if passes.needs_whole_nodes:
-        match.close()
-        match = folder.find(digest, keys, whole_nodes=True)
-    usable = passes.usable(match.num_tokens)
-    if most_tokens is not None:
-        usable = min(usable, most_tokens)
-    if usable != match.num_tokens:
-        match.close()
-        match = folder.find(digest, keys[:usable], passes.needs_whole_nodes)
+    match.close()
+    match = folder.find(digest, keys[:most_tokens], whole_nodes=True)
     # Where the tokens are the same, forward passes ended elsewhere.
     different = None if given == stored else given
     return match, Reuse(folder.path, match.num_tokens, common, len(token_ids), stored, different)
@@ -84,7 +77,7 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tupl
 def find_all(folder: Folder, prompt: Prompt) -> tuple[Match, NodeStates | None]:
     """Find the longest beginning that a node may follow, however many tokens it leaves, and what its end holds."""
     while True:
-        match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
+        match = folder.find(prompt.identity.digest, prompt.keys, whole_nodes=True)
         if not match.parts:
             return match, None
         try:
@@ -160,14 +153,10 @@ def empty(cache: HybridCache) -> None:
 def obstacles(stored: Iterable[StoredPrompt], prompt: Prompt, num_tokens: int) -> list[str]:
     """Return lines on stored prompts with more than `num_tokens` of a prompt's first tokens, which are not used."""
     lines: dict[str, int] = {}
-    of_the_same = (
-        "no pass ended there, or they are answers of a conversation"
-        if prompt.passes.needs_whole_nodes
-        else "they are answers of a conversation, or leave the next pass too short"
-    )
     wanted = as_bytes(prompt.token_ids[0].numpy())
     for each in stored:
-        reason = "; ".join(prompt.identity.differences(each.identity)) or of_the_same
+        differences = prompt.identity.differences(each.identity)
+        reason = "; ".join(differences) or "no pass ended there, or they are answers of a conversation"
         common = num_common(as_bytes(each.token_ids), wanted)
         if common > lines.get(reason, num_tokens):
             lines[reason] = common

@@ -29,8 +29,7 @@ class Keeper:
         _require_all_states(self._prompt, reached)
         # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
         contents.settle()
-        are_read = contents.stores.attention.has_given_states
-        self._is_keeping = self._is_keeping and passes.is_kept(self._end, reached, are_read)
+        self._is_keeping = self._is_keeping and passes.is_kept(self._end, reached)
         if not self._is_keeping:
             return
         try:
@@ -51,7 +50,7 @@ class Keeper:
             sections,
             prompt.description,
             states.to_json(),
-            prompt.passes.needs_whole_nodes,
+            whole_nodes=True,
         )
         self._end, self._before = reached, states
         return name

@@ -25,7 +25,6 @@ from .generating import cache_of, require_one_prompt, require_tokens_alone
 from .keeping import Keeper, keep_conversation
 from .keys import token_ids_of
 from .node_files import Head
-from .passes import Passes
 from .prompt import Prompt, identity_for, require_new, require_text
 from .states import NodeStates
 from .stored_prompts import Description, StoredPrompt, StoredPrompts
@@ -163,9 +162,8 @@ class PrefixStore(StoredPrompts):
             input_ids: of the whole prompt, `[1, tokens]` or a list.
             cache: for the model, empty.
             document_tokens: how many of the first tokens are those of a document that other prompts begin with, too:
-                a pass ends there. Without it a prompt on a device, of a model with other layers or experts, or of
-                several processes goes on from the last multiple of 2,048 tokens; another one in a quantized cache from
-                one of 512 if they part near the end.
+                a pass ends there. Without it a prompt goes on from a multiple of 2,048 tokens, or of 512 if they part
+                near the end.
             title: of the prompt, for lists.
             details: of the prompt, for who lists them: names and values of JSON.
             progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
@@ -189,7 +187,6 @@ class PrefixStore(StoredPrompts):
             lambda prompt: _checksum(prompt.keys),
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
-        prompt.contents.stores.sees_as_alone = True
         forget_images(model)
         match, states, reuse = take_over(self._folder, prompt, agreement)
         keeper = Keeper(self._folder, prompt, match.num_tokens, states)
@@ -260,10 +257,9 @@ class PrefixStore(StoredPrompts):
         """
         agreement = _agreement_for(cache)
         digest, keys = agreement.same(lambda: self._wanted(model, stored, cache), lambda wanted: _checksum(wanted[1]))
-        needs_whole_nodes = Passes.of(len(keys), 0, model, contents_of(cache)).needs_whole_nodes
 
         def fill_share() -> None:
-            with self._folder.find(digest, keys, needs_whole_nodes) as match:
+            with self._folder.find(digest, keys, whole_nodes=True) as match:
                 if match.num_tokens != len(keys):
                     raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
                 try:
@@ -276,7 +272,6 @@ class PrefixStore(StoredPrompts):
         except BaseException:
             empty(cache)
             raise
-        contents_of(cache).stores.sees_as_alone = True
         forget_images(model)
         cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
 

@@ -76,7 +76,7 @@ class Prompt:
         if not 0 <= document_tokens <= tokens:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
-        passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
+        passes = Passes(read_tokens, min(document_tokens, read_tokens))
         text = Description(identity, _name_of(model), title, details or {}).to_json()
         return cls(model, token_ids, cache, passes, identity, passes.keys(token_ids[0]), text)
 
@@ -95,17 +95,15 @@ class Prompt:
         identity = identity_for(model, cache, name)
         cache.require_prefix(all_ids := as_token_ids("token_ids", token_ids).cpu())
         require_text(model, all_ids)
-        held, contents = cache.get_seq_length(), contents_of(cache)
+        held = cache.get_seq_length()
         _require_short_enough(model, held)
         if len(all_ids) != 1 or not 0 < document_tokens <= held <= all_ids.shape[1]:
             raise PrefixStoreError(
                 f"The cache holds {held:,} tokens of a conversation of {list(all_ids.shape)}, whose document has "
                 f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
             )
-        passes, tokens = Passes.of(document_tokens, document_tokens, model, contents), all_ids[0]
-        are_read = passes.first_tokens > 0 and contents.stores.attention.has_given_states
-        shared = 0 if are_read else passes.shared_tokens
-        keys = np.concatenate([passes.keys(tokens)[:shared], keys_as_they_came(tokens[shared:held])])
+        passes, tokens = Passes(document_tokens, document_tokens), all_ids[0]
+        keys = np.concatenate([passes.keys(tokens), keys_as_they_came(tokens[document_tokens:held])])
         rest = tuple(tokens[held:].tolist())
         description = Description(identity, _name_of(model), title, details or {}, document_tokens, rest)
         return cls(model, all_ids, cache, passes, identity, keys, description.to_json())

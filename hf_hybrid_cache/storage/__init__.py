@@ -28,7 +28,7 @@ from .scratch import Scratch
 from .sharded_store import MARK_SIZE, ShardedStore
 from .shared_prefix import AnyStore, SharedPrefix
 from .stats import CacheStats, Decision
-from .store import Chunk, RecentStates, Store
+from .store import RecentStates, Store
 
 __all__ = [
     "GRANULE",
@@ -37,7 +37,6 @@ __all__ = [
     "Allowance",
     "AnyStore",
     "CacheStats",
-    "Chunk",
     "Codec",
     "CodecChoice",
     "CpuFraction",

@@ -117,14 +117,6 @@ class Layout:
         """The first token after sinks and quantized blocks, whether there are as many tokens or not."""
         return self.sink_tokens + self.quantized_blocks * GRANULE
 
-    def quantized_ends(self, start: int, end: int) -> list[int]:
-        """Return the `quantized_end` after each of the tokens `start` to `end`, if they come one by one."""
-        layout, ends = self, list[int]()
-        while start + len(ends) < end:
-            layout = layout.after(start + len(ends) + 1)
-            ends += [layout.quantized_end] * (min(end, layout.changes_at - 1) - start - len(ends))
-        return ends
-
     def growing(self, lengths: Iterable[int]) -> "list[Layout]":
         """Return the layouts after growing to each of `lengths` in turn."""
         return list(accumulate(lengths, Layout.after, initial=self))[1:]

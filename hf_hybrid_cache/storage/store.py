@@ -22,24 +22,6 @@ _FEW_TOKENS = GRANULE
 _CHECKED_AT_ONCE = 64 * GRANULE
 
 
-class Chunk(NamedTuple):
-    """
-    The tokens of a chunk as they came, and the recent ones before them, beside what the store has made of them.
-
-    Attributes:
-        dense: sinks, recent tokens, and those of the chunk; all tokens of a sequence's first chunk.
-        tokens_before: tokens before the chunk.
-        num_tokens: tokens of the sequence, the chunk included.
-        quantized_ends: for each token of the chunk the first one after sinks and quantized blocks, had the tokens come
-            one by one.
-    """
-
-    dense: HostBlocks
-    tokens_before: int
-    num_tokens: int
-    quantized_ends: list[int]
-
-
 class RecentStates(NamedTuple):
     """
     The states in full precision after the quantized blocks of a layer, as they came.
@@ -122,14 +104,14 @@ class Store(LayerStates):
         self._add(keys, values, on_device=True, may_wait=not self.middle_tokens)
         return self._put_together(states)
 
-    def add_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Chunk:
-        """Store new states like `add`, and return them as they came, with the recent ones before, to attend to."""
-        before, layout, dense = self.num_tokens, self.layout, self.dense
+    def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> HostBlocks:
+        """Store the first states like `add`, and return them as they came, to attend to."""
+        assert not self.num_tokens
+        dense = self.dense
         assert isinstance(dense, HostBlocks)
         self._scratch.release()
         self._add(keys, values, keeps_dense=True)
-        ends = layout.quantized_ends(before, self.num_tokens) if before else [0] * keys.shape[2]
-        return Chunk(dense, before, self.num_tokens, ends)
+        return dense
 
     @property
     def is_in_host_blocks(self) -> bool:
@@ -210,6 +192,7 @@ class Store(LayerStates):
             assert new is None
             self.layout = layout
             return
+        packed.reserve(layout.own_quantized_blocks)
         dense.wait_for_copies()
 
         def read(start: int, end: int) -> Pair:

@@ -59,12 +59,12 @@ def hide_attributes(described: Any) -> None:
     described["layers"][0]["attributes"]["__dict__"] = {"dict": [["sliding_window", 3]]}
 
 
-VERSION = "and this version of hf_hybrid_cache reads 6. Use the version that wrote it"
+VERSION = "and this version of hf_hybrid_cache reads 7. Use the version that wrote it"
 NO_SQUARES = "there are no means of squares of queries)."
 # Arguments of `good_file`, what is done to the file, and what is then said of it, wherever it is loaded.
 DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
     "earlier version": ({}, with_header(__metadata__={"format_version": "5"}), f"has format version '5', {VERSION}"),
-    "later version": ({}, with_header(__metadata__={"format_version": "7"}), f"has format version '7', {VERSION}"),
+    "later version": ({}, with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
     "no document": ({}, document_of(0), "a cache (its document has 0 tokens, the file 200)."),
     "longer document": ({}, document_of(201), "a cache (its document has 201 tokens, the file 200)."),
     "uncounted document": ({}, document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),

@@ -12,12 +12,15 @@ from hypothesis import given
 
 from hf_hybrid_cache import HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.prefix_store import PrefixStore
+from hf_hybrid_cache.prefix_store.passes import Passes
 
 from .prompts import FORMS, are_equal, hits, prompts, read
 from common.soak import count, search_at_random
+from model_identity.models import new_llama
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
-CHUNK, SHORT = 2048, [1, 63, 64, 65, 127, 128, 129, 300]
+CHUNK = 2048
+BITS_AND_LENGTHS = [(4, 1), (2, 63), (8, 64), (4, 129), (4, 192), (2, 600), (8, 1100)]
 
 # The models have short contexts.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
@@ -28,10 +31,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512
 @pytest.mark.filterwarnings("ignore:No layer of this model")
 def test_hit_when_prompts_part_late_then_equals_a_cold_read(family: str, form: str, tmp_path: Path):
     first, second = prompts(common=2500, first=30, second=250)
-    reused = 2500 if family in ("llama", "deepseek_v3") and form == "full" else CHUNK
-    # Attention to latents reads the states of codes, which depend on where the last pass ends.
-    again = CHUNK if (family, form) == ("deepseek_v3", "quantized") else second.shape[1] - 1
-    assert hits(tmp_path, tiny_model(family), FORMS[form], first, second, second) == [0, reused, again]
+    again = second.shape[1] - 1
+    assert hits(tmp_path, tiny_model(family), FORMS[form], first, second, second) == [0, CHUNK, again]
+
+
+def test_passes_end_where_the_text_says_and_go_on_from_any_end():
+    for num_tokens, document, ends in (
+        (100, 0, [100]),
+        (2049, 0, [2048, 2049]),
+        (2749, 0, [2048, 2560, 2749]),
+        (4223, 0, [2048, 4096, 4223]),
+        (600, 600, [600]),
+        (3000, 2040, [2040, 2560, 3000]),
+        (8050, 7000, [2048, 4096, 6144, 7000, 7168, 7680, 8050]),
+    ):
+        passes = Passes(num_tokens, document)
+        assert passes.ends() == ends
+        assert all(passes.ends(end) == ends[index + 1 :] for index, end in enumerate(ends))
+
+
+def test_hit_when_products_are_wide_then_equals_a_cold_read(tmp_path: Path):
+    """Some libraries sum up 2,048 products in another order for fewer rows."""
+    model, both = new_llama(intermediate_size=2048), prompts(common=1100, first=150, second=700)
+    assert hits(tmp_path, model, FORMS["full"], *both) == [0, 1024]
 
 
 def of_bits(bits: int) -> Any:
@@ -49,18 +71,11 @@ HITS: list[tuple[str, Any, tuple[int, int, int], bool, list[int]]] = [
     *((family, make, (2500, 20, 40), True, [2500]) for family in ("llama", "gemma3", "qwen3_next") for make in FORMS),
     *(("gemma3", "quantized", (length, 300, 400), True, [length, length + 399]) for length in (70, 150)),
     ("gemma3", of_sinks(128), (70, 300, 400), True, [70, 469]),
-    # Short prompts.
-    *(("llama", "full", (common, 200, 260), False, [common]) for common in SHORT),
-    *(
-        ("llama", make, (common, 200, 260), False, [0])
-        for make in ("quantized", "offloaded")
-        for common in (1, 128, 300)
-    ),
-    # Little of quantized ones is read again.
+    *(("llama", of_bits(bits), (length, 20, 300), True, [length, length + 299]) for bits, length in BITS_AND_LENGTHS),
+    # Without a document little is read again, but for short prompts.
+    *(("llama", make, (common, 200, 260), False, [0]) for make in FORMS for common in (1, 128, 300)),
+    *(("llama", make, (1100, 200, 700), False, [1024]) for make in FORMS),
     ("llama", of_bits(4), (3700, 300, 150), False, [3584]),
-    ("llama", of_bits(8), (128, 1200, 128), False, [0]),
-    ("llama", of_bits(4), (128, 1200, 1023), False, [0]),
-    ("llama", of_bits(2), (128, 1200, 895), False, [0]),
 ]
 
 
@@ -74,19 +89,17 @@ def test_hit_when_prompts_begin_alike_then_equals_a_cold_read(
 
 
 def test_hit_when_two_are_stored_then_the_longer_one_counts(tmp_path: Path):
-    first, second = prompts(common=3001, first=150, second=1300)
+    first, second = prompts(common=3001, first=1300, second=150)
     third = torch.cat([first, second], dim=1)
     found = hits(tmp_path, tiny_model("llama"), of_bits((4, 2)), first, second, first, third, second)
-    assert found[3:] == [3150, second.shape[1] - 1]  # all of the first one
+    assert found == [0, CHUNK, first.shape[1] - 1, 2 * CHUNK, second.shape[1] - 1]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("length", [2, 3, 4, 100, 128, 129])
-def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int, form: str, tmp_path: Path):
-    longer, _ = prompts(common=300, first=10, second=10)
-    found = hits(tmp_path, tiny_model("llama"), FORMS[form], longer, longer[:, :length])
-    # A pass of fewer tokens than 128 has the bits of other kernels.
-    assert found == [0, 128 if length == 129 and form == "full" else 0]
+@pytest.mark.parametrize(("length", "found"), [(2, 0), (4, 0), (129, 0), (700, 512), (1025, 1024)])
+def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int, found: int, form: str, tmp_path: Path):
+    longer, _ = prompts(common=1300, first=10, second=10)
+    assert hits(tmp_path, tiny_model("llama"), FORMS[form], longer, longer[:, :length]) == [0, found]
 
 
 @pytest.mark.soak

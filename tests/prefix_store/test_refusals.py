@@ -128,7 +128,7 @@ def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: P
         model(random_prompt(1, 450), **cache_argument(cache))
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 450"):
         store.keep(model, random_prompt(1, 450), cache, document_tokens=100)
-    assert hits(tmp_path, model, DynamicHybridCache, *prompts(common=200, first=30, second=200)) == [0, 200]
+    assert hits(tmp_path, model, DynamicHybridCache, *prompts(200, 30, 100), document=200) == [0, 200]
 
 
 def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path):
