@@ -371,9 +371,11 @@ class Store(LayerStates):
         leaving = keys[:, :, missing : missing + skipped], values[:, :, missing : missing + skipped]
         dense.reserve(dense_before + count)
         if removed:
+            ends.leave_to_holders(ends.num_entries)
             # A copy, because its own copy to the host may still run when others take their places.
-            old = ends.read_range(first, first + removed)
-            leaving = torch.cat([old[0], leaving[0]], dim=2), torch.cat([old[1], leaving[1]], dim=2)
+            old_keys, old_values = ends.read_range(first, first + removed)
+            leaving = torch.cat([old_keys, leaving[0]], dim=2), torch.cat([old_values, leaving[1]], dim=2)
+            del old_keys, old_values  # or `ends` would leave its memory to them
         ranges = ((0, missing), (missing + skipped, new_tokens)) if skipped else ((0, new_tokens),)
         try:
             dense.write(*leaving, on_device)

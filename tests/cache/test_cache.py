@@ -290,9 +290,7 @@ def test_repeating_more_than_fits_is_refused_before_anything_changes(cache: Hybr
     assert cache.memory() == before
 
 
-# Where the ends of quantized layers are attended to by torch, they are copied while a layer changes, if they are held:
-# a refusal there asks for a reset.
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"8 bits split", "quantized_split"}))
+@pytest.mark.parametrize("name", ALL)
 def test_a_context_that_cannot_fit_is_refused_before_it_is_stored(name: str, monkeypatch: pytest.MonkeyPatch):
     cache = ALL[name](CONFIG)
     read(cache, 300)

@@ -46,6 +46,20 @@ def store_of(device_tokens: int) -> Store:
     return store
 
 
+def test_ends_stay_where_they_are_while_blocks_leave_them():
+    """Unless somebody holds what was read of them: it stays as it was."""
+    store = store_of(192)
+    store.add(*states(192))
+    place = store.ends.read()[0].data_ptr()
+    store.add(*states(300, seed=1))
+    assert store.ends.read()[0].data_ptr() == place
+    held, _ = store.ends.read()
+    before = held.clone()
+    store.add(*states(300, seed=2))
+    assert store.ends.read()[0].data_ptr() != place
+    assert torch.equal(held, before)
+
+
 @full_or_codes
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, codec: KVCodec | None):

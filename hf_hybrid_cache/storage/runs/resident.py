@@ -37,7 +37,7 @@ class Resident(Run):
     def remove(self, start: int, end: int) -> None:
         """Remove tokens `start` to `end` and move later ones into their places, in pieces that do not overlap."""
         count = end - start
-        self._leave_to_holders(self.num_entries)
+        self.leave_to_holders(self.num_entries)
         with self._changing():
             for at in range(end, self.num_entries, count):
                 keys, values = self.read_range(at, min(at + count, self.num_entries))
@@ -47,9 +47,10 @@ class Resident(Run):
 
     def truncate(self, num_entries: int) -> None:
         if num_entries < self.num_entries:
-            self._leave_to_holders(num_entries)
+            self.leave_to_holders(num_entries)
         super().truncate(num_entries)
 
-    def _leave_to_holders(self, keep: int) -> None:
+    def leave_to_holders(self, keep: int) -> None:
+        """Move to other memory, with the first `keep` entries, if somebody holds what was read."""
         for buffer in self.buffers():
             buffer.leave_to_holders(keep)
