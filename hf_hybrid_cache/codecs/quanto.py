@@ -44,6 +44,8 @@ class QuantoCodec(Codec):
         # A group is a column, because quanto packs rows together.
         groups = states.float().reshape(-1, GROUP).T.contiguous()
         scale, shift = (each.bfloat16().float() for each in MaxOptimizer()(groups, kind, -1, GROUP))
+        if not (scale.isfinite().all() and shift.isfinite().all()):
+            raise ValueError("farther apart than any scale")
         quantized = quantize_weight(groups, kind, -1, scale, shift, GROUP)
         parts = [
             quantized._data._data.T.contiguous(),

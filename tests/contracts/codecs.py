@@ -89,6 +89,17 @@ class CodecContract(ABC):
         with pytest.raises(ValueError, match="infinite, not a number"):
             codec.encode(states)
 
+    @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-30, 1e30, 3.4e38])
+    def test_numbers_of_any_size_come_back_finite_or_are_refused(self, codec: Codec, size: float):
+        states = random_states(self.dims[0]).clamp(-1, 1) * size
+        try:
+            packed = codec.encode(states)
+        except ValueError:
+            return
+        decoded = torch.full_like(states, torch.nan)
+        codec.decode(packed, decoded)
+        assert decoded.isfinite().all()
+
     def test_autocast_and_inference_mode_change_nothing(self, codec: Codec):
         states = random_states(self.dims[0])
         plain = codec.encode(states), read(codec, states)

@@ -25,7 +25,7 @@ from hf_hybrid_cache import (
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 # The log tells of files as they were.
-PAGES = [README, *(path for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "log")]
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *(path for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "log")]
 CACHES = (HybridCache, DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache)
 FOLDERS = ("docs", "experiments", "hf_hybrid_cache", "hub", "notebooks", "tests")
 OPENINGS = re.compile(r"(What|Of|That of|Those|Likewise|How|Whether it|As|By|For|In|On|To|Which|Where|Why|With)\b")
@@ -58,8 +58,9 @@ def test_messages_that_are_explained_are_those_of_the_package():
 def test_files_that_a_page_names_are_there():
     for page in PAGES:
         text = page.read_text()
-        named = set(re.findall(r"`(tests/[\w/]+\.py)`", text)) | set(re.findall(r"`(results/[\w/]+)`", text))
-        assert [name for name in named if not (REPOSITORY / name).exists()] == []
+        named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text)) | set(re.findall(r"`(results/[\w/]+)`", text))
+        places = (REPOSITORY, REPOSITORY / "hf_hybrid_cache")
+        assert [name for name in named if not any((place / name).exists() for place in places)] == []
 
 
 def test_the_reference_has_every_public_name_and_no_other():
@@ -119,5 +120,5 @@ def test_docstrings_when_opening_then_stand_alone():
 def test_names_of_tests_when_written_then_have_at_most_70_characters():
     names = [(path, node.name) for path, node in nodes() if not isinstance(node, ast.Module)]
     tests = [(path, name) for path, name in names if path.startswith("tests/") and name.startswith("test_")]
-    assert len(tests) > 1000
+    assert len(tests) > 500
     assert [each for each in tests if len(each[1]) > LONGEST_NAME] == []
