@@ -25,7 +25,8 @@ from hf_hybrid_cache import (
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 # The log tells of files as they were.
-PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *(path for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "log")]
+GUIDE = [path for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "log"]
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *GUIDE]
 CACHES = (HybridCache, DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache)
 FOLDERS = ("docs", "experiments", "hf_hybrid_cache", "hub", "notebooks", "tests")
 OPENINGS = re.compile(r"(What|Of|That of|Those|Likewise|How|Whether it|As|By|For|In|On|To|Which|Where|Why|With)\b")
