@@ -103,7 +103,7 @@ def headline() -> Iterator[str]:
 
 
 def few_bits() -> Iterator[str]:
-    for folder in ("perplexity", "docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m"):
+    for folder in ("docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m"):
         for cell in only(f"quality/{folder}")["cells"]:
             rows = [row["kl_nats"] for name, row in cell["caches"].items() if name != "full"]
             yield from (f"| {nats:.5f} |" if nats < 1 else f"| {nats:.2f} |" for nats in rows)

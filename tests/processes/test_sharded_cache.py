@@ -48,7 +48,6 @@ pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 IN_FULL = ("dynamic",)
 
-
 CODECS: dict[str, Callable[[PreTrainedConfig], Any]] = {
     "dynamic": lambda config: {},
     "quantized_8": lambda config: minmax(8, rotate=True),
@@ -157,7 +156,7 @@ def at_random(name: str) -> None:
         "Machine", (ShardedMachine,), {"setups": st.sampled_from([setup, replace(setup, dtype=torch.bfloat16)])}
     )
     try:
-        run_state_machine_as_test(machine, settings=settings(search_at_random(25, 100), deadline=None, **options))
+        run_state_machine_as_test(machine, settings=settings(search_at_random(15, 100), deadline=None, **options))
     except KeyboardInterrupt as interrupt:
         raise AssertionError("A step failed.") from interrupt
 

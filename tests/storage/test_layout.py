@@ -12,14 +12,6 @@ LAYOUTS = st.builds(Layout, st.sampled_from([0, 64, 128, 256]), is_quantized=st.
 LENGTHS = st.integers(0, 3000) | st.sampled_from([0, 63, 64, 65, 128, 640])
 
 
-@given(layout=LAYOUTS, start=st.integers(0, 700), count=st.integers(1, 600))
-def test_quantized_ends_when_many_come_then_are_as_one_by_one(layout: Layout, start: int, count: int):
-    for length in (600, start):
-        layout = layout.cropped(length).after(length)
-    ends = [after.quantized_end for after in layout.growing(range(start + 1, start + count + 1))]
-    assert layout.quantized_ends(start, start + count) == ends
-
-
 @given(layout=LAYOUTS, length=LENGTHS)
 def test_parts_of_a_file_have_every_token_once_and_every_block_once(layout: Layout, length: int):
     parts = layout.after(length).parts(length)
