@@ -45,9 +45,10 @@ def describe(codec: KVCodec) -> dict[str, Any]:
         ValueError: none of them does.
     """
     for name, (_, arguments_of) in _CODECS.items():
-        arguments = arguments_of(codec)
-        if arguments is not None and described_codec({"name": name} | arguments, weights_of(codec)) == codec:
-            return {"name": name} | arguments
+        if (arguments := arguments_of(codec)) is not None:
+            tree = {"name": name} | arguments
+            if described_codec(tree, weights_of(codec)) == codec:
+                return tree
     raise ValueError(f"There is no way to describe {codec}: only what {' and '.join(_CODECS)} make can be saved.")
 
 

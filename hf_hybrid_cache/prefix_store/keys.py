@@ -23,7 +23,7 @@ MOST_TOKENS = 2**26
 
 def keys_as_they_came(token_ids: "torch.Tensor") -> np.ndarray:
     """
-    Return keys of tokens, `[tokens]`, that were generated, read after such, or read in a pass of few tokens.
+    Return keys of tokens, `[tokens]`, that were generated, or read after a document as they came.
 
     Their states depend on more than the tokens, so these are found for one conversation only.
     """
