@@ -96,10 +96,6 @@ class Filling:
             raise ValueError(f"there are tensors of layer {index}, which is empty")
         return lambda: None
 
-    def entries(self, states: States) -> dict[str, int]:
-        """Return how many entries of each part of a layer are used."""
-        return states.entries
-
     def shares(self, index: int, part: str, name: str, form: TensorForm) -> list[tuple[Targets, slice]]:
         """Return by which targets which rows of a tensor are filled; `ValueError` if they have another form."""
         placed = self._file.tensors(f"layers.{index}").get(name)
@@ -109,7 +105,7 @@ class Filling:
 
     def _place_states(self, index: int, layer: HybridLayer, states: States) -> Callable[[], None]:
         """Make runs for the states of a layer of ours; return what puts them into its store."""
-        entries, store = self.entries(states), layer.start(states.shape_on(self._device_of(states.device)))
+        entries, store = states.entries, layer.start(states.shape_on(self._device_of(states.device)))
         stores = {"": store}
         if states.is_shared:
             if isinstance(store, ShardedStore):

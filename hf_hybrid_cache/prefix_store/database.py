@@ -1,10 +1,8 @@
 """
 The database of a store: which nodes there are, and what tokens they have.
 
-A node is a run of tokens that begins at a block border. Its parent is the node that has the tokens before it, up to
-that border, which may be in the middle of the parent's run: so a prompt that leaves a run adds a node, and no file
-changes. Nodes may overlap: two prompts that were added at once, or a node that says anew what its parent's last tokens
-are.
+A node is a run of tokens whose states can be used to its end. Its parent is the node that ends where it begins. It is
+found by the digest of all keys up to its end, so a search reads no nodes but those of the prompt.
 
 It is one file of SQLite with a journal, because its log for writing ahead works neither on network file systems nor in
 a folder that cannot be written. A connection lives as long as a call.
@@ -13,7 +11,7 @@ a folder that cannot be written. A connection lives as long as a call.
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +19,10 @@ from urllib.parse import quote
 
 from ..errors import HybridCacheError
 from .errors import PrefixStoreFolderError
-from .keys import BLOCK_BYTES, KEY_BYTES, num_common
+from .keys import KEY_BYTES
 
 # Raise it when the folder means something else.
-VERSION = 2
+VERSION = 3
 NAME = re.compile("[0-9a-f]{32}")
 _APPLICATION = 0x68666B76
 _SCHEMA = (
@@ -33,21 +31,20 @@ _SCHEMA = (
     name TEXT NOT NULL UNIQUE,
     parent INTEGER REFERENCES node (id),
     prefix TEXT NOT NULL,
+    digest TEXT NOT NULL,
     start INTEGER NOT NULL,
     keys BLOB NOT NULL,
     file_bytes INTEGER NOT NULL,
     description TEXT NOT NULL
 )""",
-    # The node that goes furthest along a prompt is beside the place of the prompt in the order of keys.
-    "CREATE INDEX node_prefix ON node (prefix, keys)",
+    "CREATE INDEX node_digest ON node (digest)",
     "CREATE INDEX node_parent ON node (parent)",
-    # What a search asks of all blocks of a prompt reads no keys, nor does it copy more of it than the longest run.
-    "CREATE INDEX node_follows ON node (prefix)",
-    "CREATE INDEX node_length ON node (length(keys))",
+    # Of those after a prefix the one with most of a prompt's next keys is beside these in the order of keys.
+    "CREATE INDEX node_prefix ON node (prefix, keys)",
     "CREATE INDEX node_bytes ON node (file_bytes)",  # so that their sum reads no keys
 )
-_COLUMNS = "id, name, parent, prefix, start, keys, file_bytes"
-_ROWS = [(int, str, parent, str, int, bytes, int) for parent in (int, type(None))]
+_COLUMNS = "id, name, parent, prefix, digest, start, keys, file_bytes"
+_ROWS = [(int, str, parent, str, str, int, bytes, int) for parent in (int, type(None))]
 
 
 class Node(NamedTuple):
@@ -58,7 +55,8 @@ class Node(NamedTuple):
         id: of its row.
         name: of its file, and of the node.
         parent: id of the node before it; `None` if it begins with the first token.
-        prefix: digest of the identity and the keys before it, see `prefix_digests`.
+        prefix: digest of the identity and the keys before it, see `end_digests`.
+        digest: of the identity and the keys up to its end.
         start: number of tokens before it.
         keys: of its run, as bytes.
         file_bytes: size of its file.
@@ -68,6 +66,7 @@ class Node(NamedTuple):
     name: str
     parent: int | None
     prefix: str
+    digest: str
     start: int
     keys: bytes
     file_bytes: int
@@ -169,65 +168,31 @@ class Nodes:
 
     def same(self, node: Node) -> Node | None:
         """Return the node with the parent and the keys of another one."""
-        condition = "WHERE prefix = ? AND keys = ? AND parent IS ?"
-        return next(self._select(condition, node.prefix, node.keys, node.parent), None)
+        return next(self._select("WHERE digest = ? AND parent IS ?", node.digest, node.parent), None)
 
-    def longest(self, digests: Sequence[str], keys: bytes, whole_nodes: bool, but: Collection[int] = ()) -> list[Node]:
+    def longest(self, ends: Mapping[str, int], keys: bytes, but: Collection[int] = ()) -> list[Node]:
         """
         Return the nodes, from the first token on, that have the longest beginning of a prompt; nothing if none has any.
 
-        Of several ways to the same token the one whose last node begins first is taken. With `whole_nodes` the prompt
-        has all tokens of each node, and each but the first begins at the last block border of its parent.
+        `ends` are where they may end, see `end_digests`. Of several ways to one token the one whose last node begins
+        first is taken.
         """
-        left_out = set(but)
-        (longest,) = self._connection.execute("SELECT coalesce(max(length(keys)), 0) FROM node").fetchone()
-        while True:
-            found: list[tuple[int, int, Node]] = []
-            for index in self._known(digests):
-                start, prefix = index * BLOCK_BYTES, digests[index]
-                rest = keys[start : start + longest]
-                near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
-                for node in near:
-                    if node.start * KEY_BYTES != start:
-                        raise DamagedDatabaseError(f"The node {node.name} has another prefix.")
-                    if node.id not in left_out and (common := num_common(node.keys, rest)):
-                        found.append((node.start + common, -node.start, node))
-            if not found:
-                return []
-            node = max(found)[2]
-            way = self.way_to(node)
-            if way and _is_of(way, digests, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
-                return way
-            left_out.add(node.id)
+        found = {
+            node.id: node
+            for node in self._select("WHERE digest IN (SELECT value FROM json_each(?))", json.dumps([*ends]))
+        }
+        for node in found.values():
+            if ends[node.digest] != node.end or not keys.startswith(node.keys, node.start * KEY_BYTES):
+                raise DamagedDatabaseError(f"The node {node.name} has other keys.")
+        ways = (way_to(node, found.get) for node in sorted(found.values(), key=lambda node: (-node.end, node.start)))
+        return next((way for way in ways if way and not any(node.id in but for node in way)), [])
 
-    def _known(self, digests: Sequence[str]) -> list[int]:
-        """Return the indices of digests that a node follows."""
-        # Ten thousand prompts may follow one of them, and are not looked at.
-        query = """SELECT value FROM json_each(?)
-            WHERE EXISTS (SELECT 1 FROM node INDEXED BY node_follows WHERE prefix = value)"""
-        known = {digest for (digest,) in self._connection.execute(query, [json.dumps(digests)])}
-        return [index for index, digest in enumerate(digests) if digest in known]
-
-    def _beside(self, prefix: str, rest: bytes, but: Collection[int]) -> Iterator[Node]:
-        """Yield the nodes after a prefix that are beside the rest of a prompt in the order of keys."""
-        others = f"AND id NOT IN ({', '.join(map(str, but))})"
+    def beside(self, prefix: str, keys: bytes) -> Iterator[Node]:
+        """Yield two of the nodes after a prefix, of which one has as many of these keys in common as any."""
         for comparison, order in (("<=", "DESC"), (">", "ASC")):
-            condition = f"WHERE prefix = ? AND keys {comparison} ? {others} ORDER BY keys {order} LIMIT 1"
-            yield from self._select(condition, prefix, rest)
-
-    def _whole(self, prefix: str, rest: bytes) -> Iterator[Node]:
-        """Yield the nodes after a prefix that the rest of a prompt has to the end, the longest first."""
-        while rest:
-            query = "SELECT max(keys) FROM node WHERE prefix = ? AND keys <= ?"
-            (before,) = self._connection.execute(query, (prefix, rest)).fetchone()
-            if before is None:
-                return
-            common = num_common(before, rest) * KEY_BYTES
-            if common == len(before):
-                yield from self._select("WHERE prefix = ? AND keys = ?", prefix, before)
-                common -= KEY_BYTES
-            # What is before all that differ there has no more in common.
-            rest = rest[:common]
+            yield from self._select(
+                f"WHERE prefix = ? AND keys {comparison} ? ORDER BY keys {order} LIMIT 1", prefix, keys
+            )
 
     def _select(self, condition: str, *values: Any) -> Iterator[Node]:
         return map(_node, self._connection.execute(f"SELECT {_COLUMNS} FROM node {condition}", values))
@@ -247,32 +212,10 @@ def way_to(node: Node, with_id: Callable[[int], Node | None]) -> list[Node]:
     way = [node]
     while way[-1].parent is not None:
         parent = with_id(way[-1].parent)
-        if parent is None or not parent.start < way[-1].start <= parent.end:
+        if parent is None or parent.end != way[-1].start:
             return []
         way.append(parent)
     return [] if way[-1].start else way[::-1]
-
-
-def joined_keys(way: Iterable[Node]) -> bytes:
-    """Return all keys of nodes, of which each follows the one before it."""
-    keys = bytearray()
-    for node in way:
-        keys[node.start * KEY_BYTES :] = node.keys
-    return bytes(keys)
-
-
-def _is_of(way: Sequence[Node], digests: Sequence[str], keys: bytes, whole_nodes: bool) -> bool:
-    """Return whether a prompt has the identity and the keys of all nodes on a way, up to where the next one begins."""
-    for node, following in zip(way, [*way[1:], None], strict=True):
-        rest = keys[node.start * KEY_BYTES : node.start * KEY_BYTES + len(node.keys)]
-        needed = len(node.keys) // KEY_BYTES
-        if not whole_nodes:
-            needed = 1 if following is None else following.start - node.start
-        elif following is not None and following.start != node.end - node.end % (BLOCK_BYTES // KEY_BYTES):
-            return False
-        if node.prefix != digests[node.start * KEY_BYTES // BLOCK_BYTES] or num_common(node.keys, rest) < needed:
-            return False
-    return True
 
 
 def _schema(connection: sqlite3.Connection) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from ..cache import Contents
-from ..files.description import States
 from ..files.filling import Filling, Targets, read_codecs
 from ..files.tensor_file import TensorFile, TensorForm
 from ..layers import LayerStores
@@ -20,10 +19,10 @@ def fill(contents: Contents, parts: Sequence[Part]) -> NodeStates:
     """
     Put the states of nodes into the empty layers of a cache, and return what the last one says of them.
 
-    Of the last node a beginning is enough where all layers are in full precision. A file that is damaged raises
-    `CacheFileError`, and nodes that do not fit the layers, or each other, `ValueError`; the layers hold anything then.
+    A file that is damaged raises `CacheFileError`, and nodes that do not fit the layers, or each other, `ValueError`;
+    the layers hold anything then.
     """
-    end, files, states = parts[-1].end, list[TensorFile](), list[NodeStates]()
+    end, files, states = parts[-1].node.end, list[TensorFile](), list[NodeStates]()
     for part in parts:
         with part.open() as file:  # the headers of all, and few open files
             files.append(file)
@@ -32,7 +31,7 @@ def fill(contents: Contents, parts: Sequence[Part]) -> NodeStates:
                 _take_codecs(file, states[-1], contents.stores)
     if len(states[-1].layers) != len(contents.layers):
         raise ValueError(f"there are {len(states[-1].layers)} layers there and {len(contents.layers)} here")
-    filling = _Nodes(files, states, end)
+    filling = _Nodes(files, states)
     takes = [filling.place(index, layer) for index, layer in enumerate(contents.layers)]
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(_read, parts, filling.of_nodes))
@@ -53,14 +52,10 @@ class _Nodes(Filling):
 
     are_shards = True
 
-    def __init__(self, files: Sequence[TensorFile], states: Sequence[NodeStates], end: int):
+    def __init__(self, files: Sequence[TensorFile], states: Sequence[NodeStates]):
         super().__init__(files[-1], states[-1])
         self.of_nodes: list[Targets] = [*({} for _ in files[:-1]), self.targets]
         self._nodes = list(zip(files, (each.first_rows for each in states), self.of_nodes, strict=True))
-        self._end = end
-
-    def entries(self, states: States) -> dict[str, int]:
-        return states.entries | ({"states": self._end} if "states" in states.entries else {})
 
     def shares(self, index: int, part: str, name: str, form: TensorForm) -> list[tuple[Targets, slice]]:
         """

@@ -12,7 +12,7 @@ from ..processes import Agreement
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError
 from .filling import fill, states_of
 from .folder import Folder, Match
-from .keys import as_bytes, as_keys, num_common, token_ids_of
+from .keys import as_bytes, num_common, token_ids_of
 from .prompt import Prompt
 from .states import NodeStates
 from .stored_prompts import StoredPrompt
@@ -63,21 +63,23 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tupl
     """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on; and report."""
     keys, digest, token_ids = prompt.keys, prompt.identity.digest, prompt.token_ids[0]
     match = folder.find(digest, keys)
-    common = match.num_tokens
-    following = match.parts[-1].following_keys if match.parts else b""
-    stored = int(token_ids_of(as_keys(following))[0]) if following else None
+    nearest = folder.nearest(digest, keys, match)
+    num_common_next = num_common(as_bytes(nearest), as_bytes(keys[match.num_tokens :]))
+    common = match.num_tokens + num_common_next
+    stored = int(token_ids_of(nearest)[num_common_next]) if num_common_next < len(nearest) else None
     given = int(token_ids[common]) if common < len(token_ids) else None
-    match.close()
-    match = folder.find(digest, keys[:most_tokens], whole_nodes=True)
     # Where the tokens are the same, forward passes ended elsewhere.
     different = None if given == stored else given
+    if most_tokens is not None and most_tokens < match.num_tokens:
+        match.close()
+        match = folder.find(digest, keys[:most_tokens])
     return match, Reuse(folder.path, match.num_tokens, common, len(token_ids), stored, different)
 
 
 def find_all(folder: Folder, prompt: Prompt) -> tuple[Match, NodeStates | None]:
     """Find the longest beginning that a node may follow, however many tokens it leaves, and what its end holds."""
     while True:
-        match = folder.find(prompt.identity.digest, prompt.keys, whole_nodes=True)
+        match = folder.find(prompt.identity.digest, prompt.keys)
         if not match.parts:
             return match, None
         try:

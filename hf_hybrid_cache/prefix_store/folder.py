@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -25,9 +25,9 @@ import numpy as np
 
 from ..durable_files import sync_folder
 from ..files.tensor_file import CacheFileError, Section, TensorFile
-from .database import DamagedDatabaseError, Node, Nodes, joined_keys, transaction
+from .database import DamagedDatabaseError, Node, Nodes, transaction
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
-from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
+from .keys import KEY_BYTES, as_bytes, as_keys, end_digests, identity_digest, num_common
 from .node_files import Head, NodeFolder, new_file, opened, require_damage
 from .private_files import has_locks, is_own, locked_folder, open_file, reported
 
@@ -39,25 +39,14 @@ _T = TypeVar("_T")
 
 
 class Part(NamedTuple):
-    """
-    The beginning of a node's run, as a part of a prompt that ends after `end` tokens of it.
-
-    In a match of whole nodes the prompt has all of the run; but the next part begins at a block border and has what
-    follows that border, too, so that up to 63 tokens at the end of the run are not of this part.
-    """
+    """A part of a prompt: a node, and the path of its file."""
 
     path: Path
     node: Node
-    end: int
 
     def open(self) -> TensorFile:
         """Open the file; raise `CacheFileError` if it is gone, another one, or damaged."""
         return opened(self.path, self.node)[0]
-
-    @property
-    def following_keys(self) -> bytes:
-        """The keys that follow in the run."""
-        return self.node.keys[(self.end - self.node.start) * KEY_BYTES :]
 
 
 class Match:
@@ -71,7 +60,7 @@ class Match:
 
     def __init__(self, parts: Sequence[Part] = (), pin: BinaryIO | None = None):
         self.parts, self._pin = tuple(parts), pin
-        self.num_tokens = self.parts[-1].end if self.parts else 0
+        self.num_tokens = self.parts[-1].node.end if self.parts else 0
 
     def close(self) -> None:
         if self._pin is not None:
@@ -94,7 +83,7 @@ class Entry(NamedTuple):
 
 class Folder:
     """
-    A folder of prompts, found again by the longest common prefix of keys.
+    A folder of prompts, found again by all keys up to where one of their nodes ends.
 
     Several threads and processes may use one folder: the database lets one of them change it at a time, and others
     search meanwhile. A node in use is not removed. Where there are no locks (Windows, some network file systems) one
@@ -139,16 +128,21 @@ class Folder:
             self._transaction = partial(transaction, self._database, lock_seconds, has_locks(self.path))
         self._change(self._agree)
 
-    def find(self, identity: bytes, keys: np.ndarray, whole_nodes: bool = False) -> Match:
+    def find(self, identity: bytes, keys: np.ndarray) -> Match:
         """
         Find the longest stored beginning of a prompt, `[tokens]`, whose nodes are in use until the match is closed.
 
-        With `whole_nodes` it is the longest chain of nodes that the prompt has all tokens of, for states that can only
-        be used to their ends. Each begins at the last block border of the node before it. A file that is gone, or has
-        another size, is not used, and removed with a warning.
+        A file that is gone, or has another size, is not used, and removed with a warning.
         """
         data = as_bytes(keys)
-        return self._find(prefix_digests(identity, data), data, whole_nodes)
+        return self._find(end_digests(identity_digest(identity), data), data)
+
+    def nearest(self, identity: bytes, keys: np.ndarray, match: Match) -> np.ndarray:
+        """Return the keys of a node after a match that has as many of a prompt's next keys, `[tokens]`, as any."""
+        prefix = match.parts[-1].node.digest if match.parts else identity_digest(identity)
+        following = as_bytes(keys[match.num_tokens :])
+        beside = self._read(lambda nodes: [node.keys for node in nodes.beside(prefix, following)])
+        return as_keys(max(beside, key=lambda each: num_common(each, following), default=b""))
 
     def add(
         self,
@@ -158,41 +152,32 @@ class Folder:
         sections: Sequence[Section],
         description: str = "",
         states: str = "",
-        whole_nodes: bool = False,
     ) -> str:
         """
         Add what follows the first `start` tokens of a prompt, `[tokens]`, as a node; return that with the last token.
 
-        It is another one if all these tokens are stored already. The prefix up to `start` must be stored, or
-        `NodeNotFoundError` is raised: keep its match open meanwhile. A node begins at a block border, so what was
-        stored of the last block beyond it is stored again, and no file changes: borders are where states are laid out,
-        quantized and mapped. It may begin before the last one, where the last states have changed their form.
-
-        For a search of whole nodes a chain of them must end at `start`, or less than a block after it, and the node is
-        added unless one ends with the last token; longer nodes may have all its tokens.
+        It is another one if these are stored already. A node must end at `start`, or `NodeNotFoundError` is raised:
+        keep its match open meanwhile. The last key tells that a node may end there.
 
         What does not fit the limits (`PrefixStoreFullError`), or cannot be written (`PrefixStoreFolderError`), leaves
         the store as it was, but for what made room.
         """
         data = as_bytes(keys)
-        assert start in range(0, len(keys), BLOCK_TOKENS), start
-        digests = prefix_digests(identity, data)
-        with self._find(digests, data, whole_nodes) as match:
+        with self._find(ends := end_digests(identity_digest(identity), data), data) as match:
             if match.num_tokens == len(keys):
                 return match.parts[-1].node.name
-        num_blocks = start // BLOCK_TOKENS
-        # The whole nodes of the longest match need not have one that ends here. Being in use, what these are stays.
-        prefix = data[: start * KEY_BYTES + BLOCK_BYTES - KEY_BYTES]
-        with self._find(digests[: num_blocks + 1], prefix, whole_nodes) as match:
-            # The part with the token before it.
-            before = next((part for part in match.parts if part.node.start < start <= part.end), None)
-            if start and before is None:
+        # Another process may have added more than is kept here.
+        with self._find({digest: end for digest, end in ends.items() if end <= start}, data) as match:
+            if match.num_tokens != start:
                 raise NodeNotFoundError(
-                    f"{self.path} has {match.num_tokens:,} tokens of the prompt{' in whole nodes' * whole_nodes}; "
-                    f"new ones cannot begin after {start:,}."
+                    f"{self.path} has {match.num_tokens:,} tokens of the prompt; new ones cannot begin after {start:,}."
                 )
-            parent = None if before is None else before.node.name
-            head = Head(parent, digests[num_blocks], start, data[start * KEY_BYTES :], description, states)
+            parent, prefix = None, identity_digest(identity)
+            if match.parts:
+                parent, prefix = match.parts[-1].node.name, match.parts[-1].node.digest
+            digest, end = list(ends.items())[-1]
+            assert end == len(keys) > start
+            head = Head(parent, prefix, digest, start, data[start * KEY_BYTES :], description, states)
             return self._write(head, sections)
 
     def entries(self) -> list[Entry]:
@@ -203,7 +188,7 @@ class Folder:
 
     def keys(self, name: str) -> np.ndarray:
         """Return all keys of a prompt up to the end of a node, `[tokens]`; raise `NodeNotFoundError` if it is gone."""
-        data = joined_keys(self._read(lambda nodes: nodes.way_to(nodes.named(name))))
+        data = b"".join(node.keys for node in self._read(lambda nodes: nodes.way_to(nodes.named(name))))
         if not data:
             raise NodeNotFoundError(f"{self.path} has no node {name}.")
         return as_keys(data)
@@ -266,10 +251,10 @@ class Folder:
             _warn_removed(reason)
         return reason is not None
 
-    def _find(self, digests: Sequence[str], data: bytes, whole_nodes: bool) -> Match:
+    def _find(self, ends: Mapping[str, int], data: bytes) -> Match:
         left_out: set[int] = set()
         while True:
-            way = self._read(lambda nodes: nodes.longest(digests, data, whole_nodes, left_out))
+            way = self._read(lambda nodes: nodes.longest(ends, data, left_out))
             if not way:
                 return Match()
             damaged = next((node for node in way if not self._files.has_its_size(node)), None)
@@ -281,13 +266,9 @@ class Folder:
                 # What is gone by now, the next search does not find.
             elif not self._is_dropped(damaged):
                 left_out.add(damaged.id)
-        start, run = way[-1].start, way[-1].keys
-        last = start + num_common(run, data[start * KEY_BYTES :][: len(run)])
-        ends = [*(node.start for node in way[1:]), last]
-        parts = [Part(self._files.path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
         for node in way:
             self._files.note_use(node)
-        return Match(parts, pin)
+        return Match([Part(self._files.path_of(node.name), node) for node in way], pin)
 
     def _is_dropped(self, node: Node) -> bool:
         """Remove a node that seems damaged, and return whether that was done."""
@@ -505,9 +486,10 @@ class Folder:
 def _node_of(nodes: Nodes, name: str, head: Head, num_bytes: int) -> Node | None:
     """Return what a file is as a node; `None` if the one before it is gone."""
     parent = None if head.parent is None else nodes.named(head.parent)
-    if head.parent is not None and (parent is None or not parent.start < head.start <= parent.end):
+    if head.parent is not None and (parent is None or (parent.digest, parent.end) != (head.prefix, head.start)):
         return None
-    return Node(0, name, None if parent is None else parent.id, head.prefix, head.start, head.keys, num_bytes)
+    parent_id = None if parent is None else parent.id
+    return Node(0, name, parent_id, head.prefix, head.digest, head.start, head.keys, num_bytes)
 
 
 def _warn_removed(reason: str) -> None:

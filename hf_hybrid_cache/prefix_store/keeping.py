@@ -41,16 +41,15 @@ class Keeper:
     def keep(self, reached: int) -> str:
         """Add a node with what is not stored of the first `reached` tokens, and return its name; see `Folder.add`."""
         prompt = self._prompt
-        start = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
-        states, sections = states_since(start, self._before, prompt.contents.layers, prompt.contents.stores)
+        border = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
+        states, sections = states_since(border, self._before, prompt.contents.layers, prompt.contents.stores)
         name = self._folder.add(
             prompt.identity.digest,
             prompt.keys[:reached],
-            start,
+            self._end,
             sections,
             prompt.description,
             states.to_json(),
-            whole_nodes=True,
         )
         self._end, self._before = reached, states
         return name
@@ -59,26 +58,15 @@ class Keeper:
 def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:
     """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
     keys = conversation.keys
-    try:
-        before = keys[:0] if replaces is None else folder.keys(replaces)
-    except NodeNotFoundError:
-        before = keys[:0]  # nothing is left to remove
-    common, shared_tokens = num_common(as_bytes(before), as_bytes(keys)), num_shared_tokens(before)
-    is_continued = common == len(before)
-    if replaces is not None and not is_continued:  # turns were taken back
-        _remove(folder, replaces, max(common, shared_tokens))
+    if replaces is not None:
+        with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
+            before = folder.keys(replaces)
+            common = num_common(as_bytes(before), as_bytes(keys))
+            if common < len(before):  # turns were taken back
+                folder.remove_unshared(replaces, max(common, num_shared_tokens(before)))
     match, states = find_all(folder, conversation)
     with match:
-        name = Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
-    # The new node may not follow the last one, but begin at the same block border, with more tokens.
-    if replaces is not None and is_continued and replaces != name:
-        _remove(folder, replaces, shared_tokens)
-    return name
-
-
-def _remove(folder: Folder, name: str, except_tokens: int) -> None:
-    with contextlib.suppress(NodeInUseError):
-        folder.remove_unshared(name, except_tokens)
+        return Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
 
 
 def _require_all_states(prompt: Prompt, reached: int) -> None:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 PASS_ENDS, _AS_THEY_CAME = 2**31, 2**30
 MOST_TOKEN_IDS = _AS_THEY_CAME
-BLOCK_TOKENS, KEY_BYTES = 64, 4
-BLOCK_BYTES = BLOCK_TOKENS * KEY_BYTES
+KEY_BYTES = 4
 # Beyond any context.
 MOST_TOKENS = 2**26
 
@@ -62,16 +61,21 @@ def num_common(keys: bytes, others: bytes) -> int:
     return int((one != other).argmax())
 
 
-def prefix_digests(identity: bytes, keys: bytes) -> list[str]:
-    """
-    Return the digests of what is before each block of a prompt, the one that follows the last whole block included.
+def identity_digest(identity: bytes) -> str:
+    """Return the digest, of 32 hexadecimal digits, of what is before the first token."""
+    return blake2b(identity, digest_size=16, person=b"identity").hexdigest()
 
-    Each, of 32 hexadecimal digits, is computed from the one before it and the keys of the block, the first from
-    `identity`, so that equal digests mean an equal identity and equal keys from the first on.
+
+def end_digests(prefix: str, keys: bytes) -> dict[str, int]:
     """
-    digest = blake2b(identity, digest_size=16, person=b"identity").digest()
-    digests = [digest.hex()]
-    for start in range(0, len(keys) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        digest = blake2b(digest + keys[start : start + BLOCK_BYTES], digest_size=16).digest()
-        digests.append(digest.hex())
+    Return how many tokens come before each place where a node may end, by the digest of all that is before it.
+
+    A pass ends there, or its token was read as it came. Each digest is computed from the one before it, the first from
+    `prefix`, and the keys between them, so that equal digests mean an equal identity and equal keys from the first on.
+    """
+    digests, start = dict[str, int](), 0
+    for end in (np.flatnonzero(as_keys(keys) & (PASS_ENDS | _AS_THEY_CAME)) + 1).tolist():
+        data = bytes.fromhex(prefix) + keys[start * KEY_BYTES : end * KEY_BYTES]
+        prefix = blake2b(data, digest_size=16).hexdigest()
+        digests[prefix] = start = end
     return digests

@@ -17,11 +17,11 @@ from typing import BinaryIO, NamedTuple
 from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
 from .database import NAME, Node
 from .errors import PrefixStoreFolderError
-from .keys import BLOCK_TOKENS, KEY_BYTES, MOST_TOKENS
+from .keys import KEY_BYTES, MOST_TOKENS, end_digests
 from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 _SUFFIX = ".safetensors"
-_FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "2"
+_FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "3"
 _KEYS = "keys"
 _ALIGNMENT = 64
 # Of a file; another error, such as of too many open files, is of the process.
@@ -40,6 +40,7 @@ class Head(NamedTuple):
 
     parent: str | None
     prefix: str
+    digest: str
     start: int
     keys: bytes
     description: str
@@ -199,14 +200,18 @@ def _head_of(file: TensorFile) -> Head:
     num_tokens = 0 if keys is None else keys.form.num_bytes // KEY_BYTES
     if keys is None or keys.form != TensorForm("uint8", (num_tokens, KEY_BYTES)) or not 0 < num_tokens <= MOST_TOKENS:
         raise CacheFileError(file.path, "has no keys.")
-    data = bytearray(num_tokens * KEY_BYTES)
-    file.read(_KEYS, {_KEYS: memoryview(data)})
+    rows = bytearray(num_tokens * KEY_BYTES)
+    file.read(_KEYS, {_KEYS: memoryview(rows)})
+    data = bytes(rows)
     try:
         tree = json.loads(metadata["node"])
         parent, prefix, start = tree["parent"], tree["prefix"], tree["start"]
-        is_right = NAME.fullmatch(prefix) and type(start) is int and start >= 0 and not start % BLOCK_TOKENS
+        is_right = NAME.fullmatch(prefix) and type(start) is int and start >= 0
         if not is_right or (parent is None) != (start == 0) or not isinstance(parent, str | None):
             raise ValueError(f"it is no place of a node: {tree}")
-        return Head(parent, prefix, start, bytes(data), metadata["description"], metadata["states"])
+        ends = {end: digest for digest, end in end_digests(prefix, data).items()}
+        if num_tokens not in ends:
+            raise ValueError("no node can end with its keys")
+        return Head(parent, prefix, ends[num_tokens], start, data, metadata["description"], metadata["states"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CacheFileError(file.path, f"does not say which node it is ({type(error).__name__}: {error}).") from error

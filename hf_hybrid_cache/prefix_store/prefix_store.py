@@ -259,7 +259,7 @@ class PrefixStore(StoredPrompts):
         digest, keys = agreement.same(lambda: self._wanted(model, stored, cache), lambda wanted: _checksum(wanted[1]))
 
         def fill_share() -> None:
-            with self._folder.find(digest, keys, whole_nodes=True) as match:
+            with self._folder.find(digest, keys) as match:
                 if match.num_tokens != len(keys):
                     raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
                 try:

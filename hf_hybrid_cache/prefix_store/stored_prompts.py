@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..model_identity import Identity
 from ..scalars import as_count
-from .database import Node, joined_keys, way_to
+from .database import Node, way_to
 from .errors import NodeInUseError, PrefixStoreError
 from .folder import Entry, Folder
 from .keys import MOST_TOKEN_IDS, as_keys, token_ids_of
@@ -151,7 +151,7 @@ class StoredPrompts:
 
 def _listed(last: Entry, way: Sequence[Node]) -> StoredPrompt:
     """Return a prompt by the way to its last node; `ValueError` if its description cannot be read."""
-    described, keys = Description.from_json(last.description), as_keys(joined_keys(way))
+    described, keys = Description.from_json(last.description), as_keys(b"".join(node.keys for node in way))
     token_ids = np.concatenate([token_ids_of(keys), np.array(described.rest, np.int64)])
     return StoredPrompt(
         last.node.name,

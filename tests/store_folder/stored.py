@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,20 +18,21 @@ import numpy as np
 
 from hf_hybrid_cache.files.tensor_file import CacheFileError, Section, TensorForm
 from hf_hybrid_cache.prefix_store.folder import Folder, Match, Part
+from hf_hybrid_cache.prefix_store.keys import PASS_ENDS, as_keys, token_ids_of
 
 IDENTITY = b"a model"
-BLOCK = 64
 Tokens = tuple[int, ...]
 FIRST: Tokens = tuple(range(300))
-SECOND: Tokens = (*FIRST[:200], *range(1000, 1100))
+BEGINNING = FIRST[:200]
+SECOND: Tokens = (*BEGINNING, *range(1000, 1100))
 THIRD: Tokens = tuple(range(5000, 5100))
 PROMPTS = [FIRST, SECOND, THIRD]
 LENGTHS = [300, 300, 100]
 
 
 def fill(path: Path) -> None:
-    """Keep the three prompts, of which the second continues the first node of the first."""
-    for tokens in PROMPTS:
+    """Keep the three prompts, of which two continue one node."""
+    for tokens in (BEGINNING, *PROMPTS):
         keep(open_folder(path), tokens)
 
 
@@ -41,7 +41,8 @@ def open_folder(path: Path, max_bytes: int | None = None, lock_seconds: float = 
 
 
 def keys_of(tokens: Tokens) -> np.ndarray:
-    return np.array(tokens, np.uint32)
+    """Return the keys of tokens after each of which a node may end."""
+    return np.array(tokens, np.uint32) | PASS_ENDS
 
 
 def states_of(tokens: Tokens, start: int, identity: bytes = IDENTITY) -> bytes:
@@ -61,12 +62,12 @@ def section_of(states: bytes, meanwhile: Callable[[], object] = lambda: None) ->
     return Section("states", {"states": TensorForm("uint8", (len(states),))}, lambda: [pieces()])
 
 
-def keep(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> bool:
+def keep(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY) -> bool:
     """Add what is not stored of a prompt yet; return whether there was any."""
-    with found(folder, tokens, identity, whole_nodes) as match:
+    with found(folder, tokens, identity) as match:
         if match.num_tokens == len(tokens):
             return False
-        add(folder, tokens, match.num_tokens // BLOCK * BLOCK, identity, whole_nodes)
+        add(folder, tokens, match.num_tokens, identity)
         return True
 
 
@@ -75,20 +76,19 @@ def add(
     tokens: Tokens,
     start: int,
     identity: bytes = IDENTITY,
-    whole_nodes: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> str:
     """Add a node with states that belong to its tokens; return its name."""
     section = section_of(states_of(tokens, start, identity), meanwhile)
-    return folder.add(identity, keys_of(tokens), start, [section], repr(start), "", whole_nodes)
+    return folder.add(identity, keys_of(tokens), start, [section], repr(start), "")
 
 
-def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> Match:
+def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY) -> Match:
     """Find a prompt, and check all states; damaged nodes are removed, as a user of a folder does."""
     for _ in range(5):
-        match = folder.find(identity, keys_of(tokens), whole_nodes)
+        match = folder.find(identity, keys_of(tokens))
         try:
-            check(match, tokens, identity, whole_nodes)
+            check(match, tokens, identity)
             return match
         except CacheFileError:
             match.close()
@@ -97,27 +97,18 @@ def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_node
     raise AssertionError("A damaged node stays.")
 
 
-def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> None:
-    """Check that parts begin with the first token, have no holes, the prompt's tokens, and the states of these."""
-    assert (not match.parts) == (match.num_tokens == 0)
-    if not match.parts:
-        return
-    assert match.parts[0].node.start == 0
-    assert match.parts[-1].end == match.num_tokens <= len(tokens)
-    assert all(one.end == next_one.node.start for one, next_one in pairwise(match.parts))
+def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY) -> None:
+    """Check that parts have the prompt's first tokens, without holes, and the states of these."""
     whole: Tokens = ()
     for part in match.parts:
-        whole = whole[: part.node.start] + tokens_of(part.node.keys)
-        assert whole[: part.end] == tokens[: part.end]
+        assert part.node.start == len(whole)
+        whole += tokens_of(part.node.keys)
         assert read(part) == states_of(whole, part.node.start, identity)
-        if whole_nodes:
-            assert whole == tokens[: len(whole)]
-            assert part.end in (len(whole), len(whole) // BLOCK * BLOCK)
-    assert not whole_nodes or match.num_tokens == len(whole)
+    assert whole == tokens[: match.num_tokens]
 
 
 def tokens_of(keys: bytes) -> Tokens:
-    return tuple(np.frombuffer(keys, ">u4").tolist())
+    return tuple(token_ids_of(as_keys(keys)).tolist())
 
 
 def read(part: Part) -> bytes:
@@ -140,10 +131,8 @@ def all_found(folder: Folder) -> list[int]:
 def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> Tokens:
     """A prompt that begins as one of the others, up to somewhere, and goes on."""
     before = random.choice(others) if others and random.random() < 0.8 else ()
-    # At a border half of the time, where most can go wrong.
-    cut = random.choice((random.randint(0, len(before)), random.randint(0, len(before)) // BLOCK * BLOCK))
-    length = random.choice((1, 2, BLOCK, random.randint(1, longest)))
-    return before[:cut] + tuple(random.randrange(3) for _ in range(length))
+    length = random.choice((1, 2, 64, random.randint(1, longest)))
+    return before[: random.randint(0, len(before))] + tuple(random.randrange(3) for _ in range(length))
 
 
 def execute(database: Path, *statements: str) -> None:

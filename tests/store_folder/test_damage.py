@@ -22,12 +22,13 @@ from safetensors.numpy import save_file
 from hf_hybrid_cache.files.tensor_file import CacheFileError, NewFile, Section, TensorForm
 from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError, PrefixStoreFolderError
 from hf_hybrid_cache.prefix_store.folder import Folder
-from hf_hybrid_cache.prefix_store.keys import as_bytes, prefix_digests
+from hf_hybrid_cache.prefix_store.keys import as_bytes, identity_digest
 from hf_hybrid_cache.prefix_store.private_files import Lock, try_lock
 
 from common.limits import limited
 from common.soak import budget, count
 from store_folder.stored import (
+    BEGINNING,
     FIRST,
     IDENTITY,
     LENGTHS,
@@ -61,7 +62,7 @@ def database_of(path: Path) -> Path:
     return path / "prompts.sqlite"
 
 
-# --- what happens to the file of the first prompt
+# --- what happens to the file of the beginning of two prompts
 
 
 def cut(file: Path) -> None:
@@ -127,7 +128,7 @@ def connection_that_changes(database: Path) -> sqlite3.Connection:
         "PRAGMA cache_spill = 1",
         "BEGIN",
         "UPDATE node SET keys = zeroblob(4000), prefix = randomblob(16)",
-        "UPDATE node SET start = 64, description = hex(randomblob(9000))",
+        "UPDATE node SET start = 9, description = hex(randomblob(9000))",
     ):
         connection.execute(statement)
     assert Path(f"{database}-journal").stat().st_size > 4096
@@ -149,7 +150,7 @@ DATABASES: dict[str, Callable[[Path], object]] = {
     "foreign": lambda database: database.write_bytes(b"\x89PNG" + bytes(9000)),
     "other tables": lambda database: execute(database, "ALTER TABLE node ADD COLUMN more"),
     "no index": lambda database: execute(database, "DROP INDEX node_prefix"),
-    "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, x'', 0, x'', 0, '')"),
+    "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, '', '', 0, x'', 0, '')"),
     "an altered row": lambda database: alter_keys(database, 0),
     "an altered index": lambda database: alter_keys(database, 1),
     "a hot journal": empty_beside_a_hot_journal,
@@ -159,15 +160,15 @@ DATABASES: dict[str, Callable[[Path], object]] = {
 
 # --- files whose heads say wrong things of themselves
 
-PREFIX = prefix_digests(IDENTITY, b"")[0]
+PREFIX = identity_digest(IDENTITY)
 NODE = {"parent": None, "prefix": PREFIX, "start": 0}
-METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "2", "description": "Dear", "states": ""}
+METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "3", "description": "Dear", "states": ""}
 FORM = TensorForm("uint8", (100, 4))
 HEADS: list[dict[str, Any]] = [
-    {"metadata": METADATA | {"format_version": "3"}},
+    {"metadata": METADATA | {"format_version": "2"}},
     {"metadata": METADATA | {"format": "another"}},
     {"metadata": {name: METADATA[name] for name in ("format", "format_version", "states")}},
-    *({"node": NODE | {"start": start}} for start in (-64, 1, 64, 2**70, 0.0, None, "0")),
+    *({"node": NODE | {"start": start}} for start in (-1, 1, 2**70, 0.0, None, "0")),
     *({"node": NODE | {"prefix": prefix}} for prefix in ("", "no", PREFIX * 2, 7, None)),
     *({"node": NODE | {"start": 64, "parent": parent}} for parent in ("0" * 32, "", 7, ["a"])),
     *({"node": node} for node in ({}, [], None, "", "{", "[" * 100_000)),
@@ -186,7 +187,7 @@ def write_node(path: Path, metadata: dict[str, str] = METADATA, node: Any = NODE
     database_of(path).unlink()
 
 
-def test_file_of_version_2_is_found_again(path: Path):
+def test_file_of_version_3_is_found_again(path: Path):
     open_folder(path)
     write_node(path)
     user = open_folder(path)
@@ -208,7 +209,7 @@ class Harm(NamedTuple):
 
 def to_file(harm: Callable[[Path], object], has_database: bool) -> Harm:
     def act(path: Path) -> None:
-        harm(file_of(path, FIRST))
+        harm(file_of(path, BEGINNING))
         if not has_database:
             database_of(path).unlink()
 
@@ -220,7 +221,7 @@ def to_database(harm: Callable[[Path], object], path: Path) -> None:
 
 
 def swap(path: Path, has_database: bool) -> None:
-    one, other = file_of(path, FIRST), file_of(path, THIRD)
+    one, other = file_of(path, BEGINNING), file_of(path, THIRD)
     one.rename(path / "between")
     other.rename(one)
     (path / "between").rename(other)
@@ -232,7 +233,7 @@ def copy_that_of_another_model(path: Path) -> None:
     user = open_folder(path)
     keep(user, FIRST[:250], identity=b"another model")
     with user.find(b"another model", keys_of(FIRST)) as match:
-        shutil.copy(match.parts[0].path, file_of(path, FIRST))
+        shutil.copy(match.parts[0].path, file_of(path, BEGINNING))
     database_of(path).unlink()
 
 
@@ -242,12 +243,12 @@ HARMS = {
     **{f"database: {name}": Harm(partial(to_database, act), MADE_AGAIN) for name, act in DATABASES.items()},
     **{f"head: {at}": Harm(partial(write_node, **head), REMOVED) for at, head in enumerate(HEADS)},
     "swapped": Harm(partial(swap, has_database=True), REMOVED, [0, 0, 0]),
-    # An end has lost its beginning.
-    "swapped and no database": Harm(partial(swap, has_database=False), MADE_AGAIN, [300, 200, 100]),
+    # Ends have lost their beginning.
+    "swapped and no database": Harm(partial(swap, has_database=False), MADE_AGAIN, [200, 200, 100]),
     "of another model": Harm(copy_that_of_another_model, MADE_AGAIN, [0, 0, 100]),
     "removed by hand": Harm(
-        lambda path: [file_of(path, FIRST).unlink(), open_folder(path)],
-        "lacks files. 1 that continue them were removed",
+        lambda path: [file_of(path, BEGINNING).unlink(), open_folder(path)],
+        "lacks files. 2 that continue them were removed",
         [0, 0, 100],
     ),
 }
@@ -339,7 +340,7 @@ def test_file_that_cannot_be_opened_now_is_not_removed(filled: Path):
 def test_node_whose_file_is_gone_is_not_listed_and_can_be_removed(filled: Path):
     user, file = open_folder(filled), file_of(filled, THIRD)
     file.unlink()
-    assert {entry.node.start for entry in user.entries()} == {0, 192}
+    assert {entry.node.start for entry in user.entries()} == {0, 200}
     assert file.stem not in listed(user)
     user.remove(file.stem)
     check_whole(filled)
@@ -362,8 +363,8 @@ def test_node_when_the_one_before_it_goes_meanwhile_then_is_not_added(filled: Pa
             assert user.remove_damaged(before.stem)
 
     with pytest.raises(NodeNotFoundError, match="has lost the tokens before the prompt"):
-        add(user, (*THIRD, 1), 64, meanwhile=meanwhile)
-    assert len(user.entries()) == 2
+        add(user, (*THIRD, 1), 100, meanwhile=meanwhile)
+    assert len(user.entries()) == 3
     check_whole(filled)
 
 

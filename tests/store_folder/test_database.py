@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError
-from hf_hybrid_cache.prefix_store.keys import as_bytes, prefix_digests
+from hf_hybrid_cache.prefix_store.keys import as_bytes, end_digests, identity_digest
 
 from store_folder.stored import (
-    BLOCK,
     FIRST,
     IDENTITY,
     LENGTHS,
@@ -49,15 +48,16 @@ def test_database_of_before_when_put_back_then_agrees_with_the_files(database: P
     ids=["itself", "two", "none", "a start without tokens", "no start", "a hole"],
 )
 def test_rows_when_parents_are_in_no_order_then_nothing_hangs(parents: dict[int, tuple[int, int]], database: Path):
-    digests = prefix_digests(IDENTITY, keys := as_bytes(keys_of(FIRST)))
+    keys, first = as_bytes(keys_of(FIRST)), identity_digest(IDENTITY)
+    digests = [first, *end_digests(first, keys)]
     rows = [
-        f"INSERT INTO node SELECT {own_id}, '{own_id:032x}', {parent or 'NULL'}, '{digests[start // BLOCK]}', "
-        f"{start}, x'{keys[4 * start :].hex()}', file_bytes, '' FROM node WHERE id = 1"
+        f"INSERT INTO node SELECT {own_id}, '{own_id:032x}', {parent or 'NULL'}, '{digests[start]}', "
+        f"'{digests[-1]}', {start}, x'{keys[4 * start :].hex()}', file_bytes, '' FROM node WHERE id = 1"
         for own_id, (parent, start) in parents.items()
     ]
     execute(database, *rows)
     user = open_folder(database.parent)  # which finds no files of these
-    assert len(user.entries()) == 3
+    assert len(user.entries()) == 4
     execute(database, *rows)
     keep(user, FIRST[:100])
     for own_id in parents:
@@ -77,8 +77,8 @@ def test_search_among_many_prompts_reads_few_rows(database: Path, monkeypatch: p
     execute(
         database,
         "WITH RECURSIVE number (n) AS (SELECT 1000 UNION ALL SELECT n + 1 FROM number WHERE n < 11000) "
-        "INSERT INTO node SELECT NULL, printf('%032x', n), NULL, prefix, 0, CAST(substr(keys, 1, 120) || "
-        "printf('%08d', n) AS BLOB), 9, '' FROM node, number WHERE id = 1",
+        "INSERT INTO node SELECT NULL, printf('%032x', n), NULL, prefix, printf('%032x', n), 0, "
+        "CAST(substr(keys, 1, 120) || printf('%08d', n) AS BLOB), 9, '' FROM node, number WHERE id = 1",
     )
     steps, connect = list[None](), sqlite3.connect
 
@@ -88,5 +88,7 @@ def test_search_among_many_prompts_reads_few_rows(database: Path, monkeypatch: p
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", watched)
+    with user.find(IDENTITY, keys_of((7,))) as match:
+        user.nearest(IDENTITY, keys_of(THIRD), match)
     assert num_found(user, THIRD) == len(THIRD)
     assert len(steps) < 20

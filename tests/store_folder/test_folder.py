@@ -15,7 +15,6 @@ from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolde
 from hf_hybrid_cache.prefix_store.folder import Folder
 
 from store_folder.stored import (
-    BLOCK,
     FIRST,
     IDENTITY,
     Tokens,
@@ -76,7 +75,7 @@ def test_store_when_two_must_go_then_a_node_goes_after_its_children(
 ):
     folder = open_folder(path, 4 * NODE_BYTES)
     prompts = [one(0), one(0) + one(1), one(0) + one(2), one(3)]
-    for tokens, start in zip(prompts, (0, BLOCK, BLOCK, 0), strict=True):
+    for tokens, start in zip(prompts, (0, 100, 100, 0), strict=True):
         add(folder, tokens, start)
     for tokens, second in reversed([*zip(prompts, seconds, strict=True)]):
         use_at(folder, tokens, second)
@@ -89,7 +88,7 @@ def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
     again: Callable[[Folder, Tokens], object], path: Path
 ):
     folder, both = open_folder(path, 3 * NODE_BYTES), one(0) + one(1)
-    for tokens, start in ((one(0), 0), (both, BLOCK), (one(2), 0)):
+    for tokens, start in ((one(0), 0), (both, 100), (one(2), 0)):
         add(folder, tokens, start)
     for tokens, seconds in ((both, 1), (one(0), 1), (one(2), 2)):
         use_at(folder, tokens, seconds)
@@ -259,8 +258,8 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
         )
     ),
     (
-        lambda path: execute(path / "prompts.sqlite", "PRAGMA user_version = 3"),
-        "is a prefix store of version 3, and this one is 2: give another folder",
+        lambda path: execute(path / "prompts.sqlite", "PRAGMA user_version = 2"),
+        "is a prefix store of version 2, and this one is 3: give another folder",
     ),
     (of_another_program, "has prompts.sqlite of another program: give another folder"),
     (of_the_format_before, "is a store of an earlier version, which this one does not read"),

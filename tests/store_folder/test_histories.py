@@ -10,10 +10,10 @@ import pytest
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Folder, Match
+from hf_hybrid_cache.prefix_store.keys import as_bytes
 
 from common.soak import budget, count
 from store_folder.stored import (
-    BLOCK,
     IDENTITY,
     Tokens,
     add,
@@ -42,7 +42,7 @@ def listed(user: Folder) -> dict[str, Kept]:
     names, kept = {node.id: node.name for node in nodes}, dict[str, Kept]()
     for node in nodes:
         parent = names.get(node.parent or 0)
-        before = kept[parent].tokens[: node.start] if parent else ()
+        before = kept[parent].tokens if parent else ()
         kept[node.name] = Kept(before + tokens_of(node.keys), parent, node.start)
     return kept
 
@@ -53,11 +53,10 @@ class History:
     def __init__(self, path: Path, random: Random):
         self.path, self.random = path, random
         self.max_bytes = random.choice((None, 60_000, 150_000))
-        self.whole_share = random.choice((0, 0.5, 0.5, 1))
         self.users = [self.opened(), self.opened()]
         self.kept: dict[str, Kept] = {}
         self.prompts: list[Tokens] = []
-        self.held: list[tuple[Match, Tokens, bool]] = []
+        self.held: list[tuple[Match, Tokens]] = []
 
     def opened(self) -> Folder:
         return open_folder(self.path, self.max_bytes)
@@ -68,60 +67,34 @@ class History:
         step(self.random.choice(self.users))
         assert all(listed(user) == self.kept for user in self.users)
         assert self.max_bytes is None or bytes_of_nodes(self.path) <= self.max_bytes
-        for match, tokens, whole_nodes in self.held:
-            check(match, tokens, whole_nodes=whole_nodes)
+        for match, tokens in self.held:
+            check(match, tokens)
 
-    def is_whole(self, name: str | None, tokens: Tokens) -> bool:
-        """Whether a prompt has all tokens of a node and of those before it, each ending where the next begins."""
-        if name is None or self.kept[name].tokens != tokens[: len(self.kept[name].tokens)]:
-            return False
-        _, parent, start = self.kept[name]
-        return not start or (self.is_whole(parent, tokens) and self.last_border(parent) == start)
-
-    def last_border(self, name: str | None) -> int:
-        return 0 if name is None else len(self.kept[name].tokens) // BLOCK * BLOCK
-
-    def expected(self, tokens: Tokens, whole_nodes: bool) -> int:
-        """Return how many tokens are to be found."""
-        if whole_nodes:
-            lengths = [len(each.tokens) for name, each in self.kept.items() if self.is_whole(name, tokens)]
-        else:
-            lengths = [num_common(tokens, each.tokens) for each in self.kept.values()]
-        return max(lengths, default=0)
-
-    def may_begin(self, tokens: Tokens, start: int, whole_nodes: bool) -> bool:
-        """Whether a node may begin there."""
-        if not whole_nodes:
-            return start <= self.expected(tokens, False)
-        return not start or any(
-            self.last_border(name) == start > each.start and self.is_whole(name, tokens)
-            for name, each in self.kept.items()
-        )
-
-    def any_mode(self) -> bool:
-        return self.random.random() < self.whole_share
+    def expected(self, tokens: Tokens) -> list[int]:
+        """Return after how many of its first tokens nodes end."""
+        return [len(each.tokens) for each in self.kept.values() if each.tokens == tokens[: len(each.tokens)]]
 
     def add(self, user: Folder) -> None:
-        tokens, whole_nodes = random_prompt(self.random, self.prompts), self.any_mode()
+        tokens = random_prompt(self.random, self.prompts)
         if self.random.random() < 0.3:
             # The beginning of one that may be there.
             tokens = tokens[: self.random.randint(1, len(tokens))]
-        is_new = self.expected(tokens, whole_nodes) < len(tokens)
-        with found(user, tokens, whole_nodes=whole_nodes) as match:
-            again = self.random.choice((0, 0, 0, BLOCK, 3 * BLOCK, -BLOCK))
-            start = min(max(0, match.num_tokens // BLOCK * BLOCK - again), (len(tokens) - 1) // BLOCK * BLOCK)
-            if is_new and not self.may_begin(tokens, start, whole_nodes):
+        ends = [0, *self.expected(tokens)]
+        is_new = max(ends) < len(tokens)
+        with found(user, tokens) as match:
+            start = self.random.choice((match.num_tokens, *ends, self.random.randrange(len(tokens))))
+            if is_new and start not in ends:
                 with pytest.raises(NodeNotFoundError):
-                    add(user, tokens, start, whole_nodes=whole_nodes)
+                    add(user, tokens, start)
                 return
             try:
-                name = add(user, tokens, start, whole_nodes=whole_nodes)
+                name = add(user, tokens, start)
             except PrefixStoreFullError:
                 assert self.max_bytes is not None
                 return
         self.prompts.append(tokens)
-        with found(user, tokens, whole_nodes=whole_nodes) as match:
-            assert match.num_tokens == num_found(user, tokens) == len(tokens)
+        with found(user, tokens) as match:
+            assert match.num_tokens == len(tokens)
             assert is_new or match.parts[-1].node.name == name
         now = listed(user)
         if is_new:
@@ -135,16 +108,24 @@ class History:
 
     def find(self, user: Folder) -> None:
         tokens = random_prompt(self.random, self.prompts)
-        for whole_nodes in (False, True):
-            assert num_found(user, tokens, whole_nodes=whole_nodes) == self.expected(tokens, whole_nodes)
-            assert num_found(user, tokens, b"another model", whole_nodes) == 0
+        with found(user, tokens) as match:
+            assert match.num_tokens == max(self.expected(tokens), default=0)
+            after, rest = (
+                tokens_of(as_bytes(user.nearest(IDENTITY, keys_of(tokens), match))),
+                tokens[match.num_tokens :],
+            )
+        last = match.parts[-1].node.name if match.parts else None
+        nexts = [each.tokens[each.start :] for each in self.kept.values() if each.parent == last]
+        assert (after in nexts) == bool(nexts)
+        assert num_common(after, rest) == max((num_common(each, rest) for each in nexts), default=0)
+        assert num_found(user, tokens, b"another model") == 0
         for name, kept in self.random.sample(sorted(self.kept.items()), min(2, len(self.kept))):
-            assert tuple(user.keys(name)) == kept.tokens
+            assert tokens_of(as_bytes(user.keys(name))) == kept.tokens
 
     def hold(self, user: Folder) -> None:
         if self.prompts and len(self.held) < 2:
-            tokens, whole_nodes = self.random.choice(self.prompts), self.any_mode()
-            self.held.append((user.find(IDENTITY, keys_of(tokens), whole_nodes), tokens, whole_nodes))
+            tokens = self.random.choice(self.prompts)
+            self.held.append((user.find(IDENTITY, keys_of(tokens)), tokens))
 
     def let_go(self, user: Folder) -> None:
         if self.held:

@@ -50,15 +50,15 @@ def step(user: Folder, random: Random) -> None:
     same, prompts = Random(0), list[Tokens]()
     for _ in range(12):
         prompts.append(random_prompt(same, prompts))
-    tokens, whole_nodes = random.choice(prompts)[: random.randint(1, 500)], random.random() < 0.5
+    tokens = random.choice(prompts)[: random.randint(1, 500)]
     # A node may be in use, removed by another one, or without room.
     with contextlib.suppress(NodeInUseError, NodeNotFoundError, PrefixStoreFullError):
         if random.random() < 0.4:
-            with user.find(IDENTITY, keys_of(tokens), whole_nodes) as match:
+            with user.find(IDENTITY, keys_of(tokens)) as match:
                 for _ in range(3):
-                    check(match, tokens, whole_nodes=whole_nodes)
+                    check(match, tokens)
         elif random.random() < 0.8:
-            keep(user, tokens, whole_nodes=whole_nodes)
+            keep(user, tokens)
         elif entries := user.entries():
             user.remove(random.choice(entries).node.name)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from store_folder.stored import (
-    FIRST,
+    BEGINNING,
     PROMPTS,
     Tokens,
     all_found,
@@ -31,15 +31,15 @@ from store_folder.stored import (
     open_folder,
 )
 
-NEW: Tokens = (*range(290), *range(2000, 2200))
+NEW: Tokens = (*BEGINNING, *range(2000, 2290))
 # Files of nodes have 5 to 8 KiB each, and the new one needs the room of two.
-MAX_BYTES = 18_000
+MAX_BYTES = 20_000
 _TRACE_ME, _NEXT_CALL = 0, 24  # of ptrace
 
 
 def remove(path: Path) -> None:
     user = open_folder(path)
-    with found(user, FIRST) as match:
+    with found(user, BEGINNING) as match:
         name = match.parts[0].node.name
     user.remove(name)
 
@@ -59,11 +59,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 # How many tokens may be found then of the three prompts and the new one; `None` where any may be.
 WAYS = {
     "fill": None,
-    "add": [(300, 300, 100, 290), (300, 300, 100, 490)],
+    "add": [(300, 300, 100, 200), (300, 300, 100, 490)],
     # In the order of removal.
-    "add_in_place_of_others": [(300, 300, 100, 290), (300, 200, 100, 290), (300, 200, 0, 290), (300, 200, 0, 490)],
-    "remove": [(300, 300, 100, 290), (300, 200, 100, 290), (0, 0, 100, 0)],
-    "make_database": [(300, 300, 100, 290)],
+    "add_in_place_of_others": [(300, 300, 100, 200), (200, 300, 100, 200), (200, 200, 100, 200), (200, 200, 100, 490)],
+    "remove": [(300, 300, 100, 200), (300, 200, 100, 200), (200, 200, 100, 200), (0, 0, 100, 0)],
+    "make_database": [(300, 300, 100, 200)],
 }
 
 
