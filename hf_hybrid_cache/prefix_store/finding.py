@@ -62,17 +62,15 @@ class Reuse:
 def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tuple[Match, Reuse]:
     """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on; and report."""
     keys, digest, token_ids = prompt.keys, prompt.identity.digest, prompt.token_ids[0]
-    match = folder.find(digest, keys)
-    nearest = folder.nearest(digest, keys, match)
-    num_common_next = num_common(as_bytes(nearest), as_bytes(keys[match.num_tokens :]))
-    common = match.num_tokens + num_common_next
-    stored = int(token_ids_of(nearest)[num_common_next]) if num_common_next < len(nearest) else None
+    with folder.find(digest, keys) as match:
+        nearest = folder.nearest(digest, keys, match)
+        more = num_common(as_bytes(nearest), as_bytes(keys[match.num_tokens :]))
+        common = match.num_tokens + more
+    stored = int(token_ids_of(nearest)[more]) if more < len(nearest) else None
     given = int(token_ids[common]) if common < len(token_ids) else None
     # Where the tokens are the same, forward passes ended elsewhere.
     different = None if given == stored else given
-    if most_tokens is not None and most_tokens < match.num_tokens:
-        match.close()
-        match = folder.find(digest, keys[:most_tokens])
+    match = folder.find(digest, keys[:most_tokens])
     return match, Reuse(folder.path, match.num_tokens, common, len(token_ids), stored, different)
 
 
