@@ -95,13 +95,13 @@ class Store(LayerStates):
             self.streamed.stream_from(0)
         new_tokens = keys.shape[2]
         if self.is_in_one_run:
-            self._add(keys, values, on_device=True, may_wait=False)
+            self._add(keys, values, on_device=True)
             return self.dense.read()
         if self.ends is not None and not self._make_room(new_tokens).host_tokens:
             self._add(keys, values, on_device=False)
             return self.ends.read()
         states = self._scratch.lend_states(self.shape, self.layout.shard.tokens(self.num_tokens + new_tokens))
-        self._add(keys, values, on_device=True, may_wait=not self.middle_tokens)
+        self._add(keys, values, on_device=True)
         return self._put_together(states)
 
     def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> HostBlocks:
@@ -299,13 +299,12 @@ class Store(LayerStates):
         keys: torch.Tensor,
         values: torch.Tensor,
         on_device: bool = False,
-        may_wait: bool = True,
         keeps_dense: bool = False,
     ) -> None:
-        """Store new states; with `may_wait` those that are due wait for the choice of the codec."""
+        """Store new states; those that are due wait for the choice of the codec, which their queries are needed for."""
         before, new_tokens, on_host = self.num_tokens, keys.shape[2], not on_device or self.packed is not None
         layout = self.layout.after(before + new_tokens) if self.ends is None else self._make_room(new_tokens)
-        waits = may_wait and self.wants_queries
+        waits = self.wants_queries
         if waits and layout is not self.layout and self.packed is not None:
             self.packed.reserve(layout.own_quantized_blocks)
             self._require_finite((keys, values), layout.own_quantized_blocks - self.packed.num_entries)
