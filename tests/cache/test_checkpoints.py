@@ -14,7 +14,6 @@ from hf_hybrid_cache import (
     IncompleteCacheError,
     NoCheckpointError,
     QuantizedHybridCache,
-    prefill,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
@@ -61,16 +60,12 @@ class Document:
         make: MakeCache = DynamicHybridCache,
         tokens: int = 40,
         batch: int = 1,
-        by_prefill: bool = False,
     ):
         self.model, self.tokens = model, tokens
         self.ids = random_prompt(batch, tokens) % 90
         self.fresh, self.cache = make(model.config), make(model.config)
         for cache in (self.fresh, self.cache):
-            if by_prefill:
-                prefill(model, self.ids, cache, progress=False)
-            else:
-                self.forward(cache, self.ids)
+            self.forward(cache, self.ids)
         self.cache.checkpoint()
 
     @torch.no_grad()
@@ -106,108 +101,68 @@ def states(cache: HybridCache) -> list[torch.Tensor]:
 some_caches = pytest.mark.parametrize(
     ("family", "make"),
     [
-        pytest.param(family, make, id=f"{family}, {name}")
-        for family in ("gemma3", "qwen3_next", "llama")
-        for name, make in {"dynamic": DynamicHybridCache, "4 bits": partial(QuantizedHybridCache, bits=4)}.items()
+        ("gemma3", partial(QuantizedHybridCache, bits=4)),
+        ("qwen3_next", DynamicHybridCache),
+        ("llama", partial(QuantizedHybridCache, bits=4)),
     ],
+    ids=["gemma3, 4 bits", "qwen3_next", "llama, 4 bits"],
 )
 
 
-@pytest.fixture(params=FORGETFUL)
-def forgetful(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return small_model(request.param)
-
-
-def test_answer_after_going_back_when_layers_forget_then_is_a_fresh_caches(forgetful: PreTrainedModel):
-    document = Document(forgetful)
-    document.ask()
-    document.cache.crop(40 - document.cache.get_seq_length())  # goes back, too
-    assert document.cache.get_seq_length() == 40
-    document.assert_back()
-
-
-@pytest.mark.parametrize("name", [*CACHES, *QUANTIZED])
-def test_states_after_going_back_when_long_then_are_those_of_before(name: str):
-    if name == "quantized_shared_with_nobody" and group_of_one() is not None:
-        pytest.skip("several processes have no checkpoints of quantized layers")
-    document = Document(tiny_model("gemma3"), CACHES[name] if name in CACHES else QUANTIZED[name][0], 330)
-    document.ask()
-    # Where tokens that have left the device stay in host memory, attention is divided in another way.
-    document.assert_back(torch.inf if name in SPLIT or name == "quantized_split_in_three" else 0)
-
-
-CHANGES: dict[str, tuple[Callable[[HybridCache], object], list[int]]] = {
-    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-    "select": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    "both": (
-        lambda cache: (cache.batch_repeat_interleave(2), cache.reorder_cache(torch.arange(5, -1, -1))),
-        [2, 2, 1, 1, 0, 0],
-    ),
-}
-
-
-@some_caches
-@pytest.mark.parametrize("name", CHANGES)
-def test_checkpoint_when_sequences_change_then_follows(family: str, make: MakeCache, name: str):
-    document, (change, rows) = Document(tiny_model(family), make, 200, batch=3), CHANGES[name]
-    document.ask()
-    for cache in (document.fresh, document.cache):
-        change(cache)
-    document.ids = document.ids[rows]
-    document.assert_back(1e-5)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
-def test_document_when_beams_have_followed_then_is_gone_back_to(family: str):
-    document = Document(tiny_model(family), tokens=150)
-    generate(document.model, torch.cat([document.ids, random_prompt(1, 5)], dim=1), document.cache, num_beams=4)
-    document.cache.batch_select_indices(torch.tensor([0]))
-    document.assert_back(1e-5)
-
-
-@some_caches
-def test_copy_of_a_cache_when_one_goes_on_then_has_checkpoints_of_its_own(family: str, make: MakeCache):
-    document = Document(tiny_model(family), make, 200)
-    original, twin = document.cache, copy.deepcopy(document.cache)
-    document.ask()
-    original.go_back(200)
-    original.reset()
-    document.cache = twin
-    document.ask()
-    document.assert_back()
-
-
-@some_caches
-def test_checkpoint_when_the_cache_takes_another_type_then_has_it_too(family: str, make: MakeCache):
-    document = Document(tiny_model(family), make, 200)
-    fresh = copy.deepcopy(document.cache)  # which has chosen its codecs
-    document.ask()
-    document.fresh, document.model = fresh.to(torch.bfloat16), tiny_model(family, torch.bfloat16)
-    document.cache.to(torch.bfloat16)
-    document.assert_back()
-
-
-def test_crop_when_layers_forget_then_is_refused_and_changes_nothing(forgetful: PreTrainedModel):
-    document = Document(forgetful)
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_layers_that_forget_go_back_to_a_checkpoint_and_nowhere_else(name: str):
+    document = Document(small_model(name))
     cache = document.cache
-    document.answer(cache, seed=1)
+    document.ask()
     twin, held = copy.deepcopy(cache), cache.get_seq_length()
     with pytest.raises(NoCheckpointError, match=r"Checkpoints are at: 40(.|\n)*go_back"):
         cache.crop(-2)
     assert cache.get_seq_length() == held
     longer = random_prompt(1, held + 1) % 90
-    assert torch.equal(*(generate(forgetful, longer, each, max_new_tokens=3)[1] for each in (cache, twin)))
+    assert torch.equal(*(generate(document.model, longer, each, max_new_tokens=3)[1] for each in (cache, twin)))
+    cache.crop(40 - cache.get_seq_length())  # goes back, too
+    assert cache.get_seq_length() == 40
+    document.assert_back()
 
 
-def test_crop_when_layers_forget_then_succeeds_only_where_right(forgetful: PreTrainedModel):
-    document, longer = Document(forgetful, tokens=9), DynamicHybridCache(forgetful.config)
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_crop_when_layers_forget_then_succeeds_only_where_right(name: str):
+    document = Document(small_model(name), tokens=9)
+    longer = DynamicHybridCache(document.model.config)
     document.forward(longer, torch.cat([document.ids, random_prompt(1, 3) % 90], dim=1))
     try:
         longer.crop(-3)
     except NoCheckpointError:
         return
     torch.testing.assert_close(document.answer(longer), document.answer(document.fresh), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*CACHES, *QUANTIZED])
+def test_states_after_going_back_when_long_then_are_those_of_before(name: str):
+    if name == "quantized_shared_with_nobody" and group_of_one() is not None:
+        with pytest.raises(ValueError, match=r"cache\.save"):
+            Document(tiny_model("gemma3"), QUANTIZED[name][0])
+        return
+    document = Document(tiny_model("gemma3"), CACHES[name] if name in CACHES else QUANTIZED[name][0], 330)
+    document.ask()
+    # Where tokens that have left the device stay in host memory, attention is divided in another way.
+    document.assert_back(torch.inf if name in SPLIT or name == "quantized_split_in_three" else 0)
+
+
+@some_caches
+def test_checkpoint_when_sequences_or_types_change_then_follows(family: str, make: MakeCache):
+    document = Document(tiny_model(family), make, 200, batch=3)
+    document.fresh = copy.deepcopy(document.cache)  # which has chosen its codecs
+    original, document.cache = document.cache, copy.deepcopy(document.cache)
+    original.reset()
+    document.ask()
+    for cache in (document.fresh, document.cache):
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([5, 0, 4, 1, 0, 3]))
+        cache.batch_select_indices(torch.tensor([True, True, True, False, True, False]))
+        cache.to(torch.bfloat16)
+    document.ids, document.model = document.ids[[2, 0, 2, 0]], tiny_model(family, torch.bfloat16)
+    document.assert_back(1e-5)
 
 
 def test_go_back_when_between_checkpoints_then_goes_to_the_last_before():
@@ -227,21 +182,21 @@ def test_go_back_when_between_checkpoints_then_goes_to_the_last_before():
     cache.drop_checkpoint(30)
     assert cache.checkpoints == ()
     assert cache.get_seq_length() == 30
-
-
-def test_cache_when_all_layers_can_be_cropped_then_goes_back_anywhere():
-    cache = Document(tiny_model("llama"), tokens=30).cache
-    assert cache.go_back(17) == 17 == cache.get_seq_length()
-    for drop in (lambda: cache.crop(-1), cache.reset):
-        cache.checkpoint()
+    with pytest.raises(ValueError, match="holds no tokens"):
+        DynamicHybridCache(tiny_model("gemma3").config).checkpoint()
+    cropped = Document(tiny_model("llama"), tokens=30).cache
+    assert cropped.go_back(17) == 17 == cropped.get_seq_length()
+    for drop in (lambda: cropped.crop(-1), cropped.reset):
+        cropped.checkpoint()
         drop()
-        assert cache.checkpoints == ()
+        assert cropped.checkpoints == ()
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
 def test_keep_common_prefix_when_layers_forget_then_goes_to_a_checkpoint(with_checkpoint: bool):
-    document = Document(tiny_model("gemma3"), by_prefill=True)
+    document = Document(tiny_model("gemma3"))
     model, cache = document.model, document.cache
+    cache.note_tokens(document.ids)
     if not with_checkpoint:
         cache.drop_checkpoint(40)
     document.answer(cache, seed=1, length=30)
@@ -250,14 +205,6 @@ def test_keep_common_prefix_when_layers_forget_then_goes_to_a_checkpoint(with_ch
     assert cache.keep_common_prefix(prompt) == (40 if with_checkpoint else 0) == cache.get_seq_length()
     expected, found = (generate(model, prompt, each, max_new_tokens=3)[0] for each in (document.fresh, cache))
     assert torch.equal(found, expected)
-
-
-def test_checkpoint_when_there_is_nothing_or_codes_are_shared_then_refuses():
-    with pytest.raises(ValueError, match="holds no tokens"):
-        DynamicHybridCache(tiny_model("gemma3").config).checkpoint()
-    if group_of_one() is not None:
-        with pytest.raises(ValueError, match=r"cache\.save"):
-            Document(tiny_model("llama"), lambda config: QuantizedHybridCache(config, group=group_of_one()))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])

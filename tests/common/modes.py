@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,7 +18,7 @@ from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.caches import MakeCache
-from models.tiny_models import VOCAB_SIZE, random_prompt
+from models.tiny_models import random_prompt
 
 # Prompts of 182 tokens then grow to 193, where a block is quantized and a split layer moves one to host memory.
 NEW_TOKENS = 12
@@ -34,23 +33,30 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options:
     return [output.sequences, torch.stack(output.logits)]
 
 
+def way(batch: int, tokens: int, **fixed: Any) -> Callable[..., Result]:
+    """Make a way to generate that is a call with a random prompt."""
+
+    def run(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+        set_seed(1)
+        return generate(model, random_prompt(batch, tokens + more), make_cache(model.config), **fixed, **options)
+
+    return run
+
+
+class ListStreamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
 def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), **options)
-
-
-def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    return generate(model, random_prompt(1, 1 + more), make_cache(model.config), **options)
-
-
-def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    set_seed(1)
-    options |= {"do_sample": True, "top_k": 20, "num_return_sequences": 2}
-    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), **options)
-
-
-def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    options |= {"num_beams": 3, "num_return_sequences": 2}
-    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), **options)
+    listener = ListStreamer()
+    return [*way(2, 40, streamer=listener)(model, make_cache, more, **options), listener.tokens]
 
 
 def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
@@ -59,8 +65,7 @@ def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, 
 
 
 def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    options |= {"assistant_model": similar_model(model)}
-    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), **options)
+    return way(1, 30, assistant_model=similar_model(model))(model, make_cache, more, **options)
 
 
 @functools.cache
@@ -81,28 +86,14 @@ def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, *
     return generate(model, ids, make_cache(model.config), attention_mask=mask.to(model.device), **options)
 
 
-def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    """Ask a second question after the first answer, without computing the first again."""
-    cache = make_cache(model.config)
-    first = generate(model, random_prompt(2, 20 + more), cache, **options)
-    longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(first[0].device)], dim=1)
-    return first + generate(model, longer, cache, **options)
-
-
-def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7, **options)
-
-
 def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    """Copy one prefilled prefix for two questions."""
-    prefix = random_prompt(1, 25 + more)
+    """Ask two further questions after the first answer, each of a cache of its own; a short prompt is one token."""
     cache = make_cache(model.config)
-    with torch.no_grad():
-        model(prefix.to(model.device), **cache_argument(cache))
-    results = []
-    for seed in (1, 2):
-        ids = torch.cat([prefix, random_prompt(1, 6, seed)], dim=1)
-        results += generate(model, ids, copy.deepcopy(cache), **options)
+    results = generate(model, random_prompt(2, 1 + more), cache, **options)
+    text = results[0]
+    for seed, each in ((1, copy.deepcopy(cache)), (2, cache)):
+        ids = torch.cat([text, random_prompt(2, 30, seed).to(text.device)], dim=1)
+        results += generate(model, ids, each, max_new_tokens=4, **options)
     return results
 
 
@@ -122,51 +113,17 @@ def continuations(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, 
     return generate(model, ids, cache, attention_mask=mask.to(model.device), num_beams=2, **options)
 
 
-class ListStreamer(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
-
-
-def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    listener = ListStreamer()
-    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener, **options)
-    return [*result, listener.tokens]
-
-
-def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
-    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pipe = pipeline(
-        "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
-    )
-    prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
-    cache = make_cache(model.config)
-    options |= {"max_new_tokens": NEW_TOKENS, "max_length": None, "do_sample": False}
-    return [pipe(prompt, **cache_argument(cache), **options)]
-
-
 # Each takes how many tokens more than usual the prompt has, and further options of `generate`.
 MODES: dict[str, Callable[..., Result]] = {
     "greedy": greedy,
-    "one_token_prompt": one_token_prompt,
-    "sampling": sampling,
-    "beams": beams,
+    "sampling": way(2, 30, do_sample=True, top_k=20, num_return_sequences=2),
+    "beams": way(2, 30, num_beams=3, num_return_sequences=2),
     "prompt_lookup": prompt_lookup,
     "assistant": assistant,
     "left_padding": left_padding,
-    "continued": continued,
-    "chunked_prefill": chunked_prefill,
+    "chunked_prefill": way(2, 40, prefill_chunk_size=24),
     "copied_prefix": copied_prefix,
     "continuations": continuations,
-    "streamer": streamer,
-    "text_pipeline": text_pipeline,
 }
 # transformers refuses to roll back recurrent states.
 NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistant")}

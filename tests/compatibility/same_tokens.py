@@ -1,28 +1,22 @@
 """Caches that other libraries meet, and the tokens that a model generates with each."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from common.caches import MakeCache
 from models.tiny_models import random_prompt
 
-MakeCache = Callable[[PreTrainedConfig], Cache]
 CACHES: dict[str, MakeCache] = {
     "dynamic": DynamicHybridCache,
     "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
     "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
 }
 each_cache = pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-
-
-def stock_cache(config: PreTrainedConfig) -> Cache:
-    return DynamicCache(config=config)
 
 
 def prompt() -> torch.Tensor:

@@ -11,7 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_cache import DynamicHybridCache
 
-from .same_tokens import CACHES, generated, stock_cache
+from .same_tokens import CACHES, generated
+from common.caches import stock
 from common.slow import slow
 from models.tiny_models import tiny_model
 
@@ -37,7 +38,7 @@ def test_an_implementation_of_attention_gets_what_it_needs(name: str, monkeypatc
     model = copy.deepcopy(tiny_model("llama"))
     try:
         model.set_attn_implementation(name)
-        expected = generated(model, stock_cache(model.config))
+        expected = generated(model, stock(model.config))
     except Exception as error:
         assert name != "of_ones_own"
         pytest.skip(f"transformers' own cache fails here too: {type(error).__name__}: {str(error)[:100]}")

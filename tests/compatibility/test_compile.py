@@ -11,17 +11,14 @@ from transformers import PreTrainedModel
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, graph_breaks, minmax
 
 from .same_tokens import CACHES as SOME_CACHES
-from .same_tokens import generated, stock_cache
+from .same_tokens import generated
+from common.caches import stock
 from models.tiny_models import tiny_model
 
 CACHES = SOME_CACHES | {
     "on the device": lambda config: DynamicHybridCache(config, cpu_decode=False),
     "8 bits, on the device": lambda config: HybridCache(config, Placement(cpu_decode=False), codec=minmax(8)),
 }
-
-
-def compile_forward(model: PreTrainedModel) -> None:
-    model.forward = torch.compile(model.forward, backend="eager")
 
 
 def compile_with_a_compiler(model: PreTrainedModel) -> None:
@@ -43,13 +40,11 @@ def forget_graphs() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "how", [compile_forward, compile_layers, lambda model: model.compile(backend="eager"), compile_with_a_compiler]
-)
+@pytest.mark.parametrize("how", [compile_layers, lambda model: model.compile(backend="eager"), compile_with_a_compiler])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel], None], name: str):
     model = copy.deepcopy(tiny_model("llama"))
-    expected = generated(model, stock_cache(model.config))
+    expected = generated(model, stock(model.config))
     how(model)
     assert torch.equal(generated(model, CACHES[name](model.config)), expected)
 

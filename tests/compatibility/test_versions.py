@@ -49,16 +49,11 @@ def test_pages_name_the_range_that_the_package_asks_for():
 # Names of the argument
 
 
-@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
-def test_a_cache_is_found_by_any_name(name: str):
-    cache = object()
-    assert passed_cache({"use_cache": True, name: cache}) is cache
-    assert passed_cache({name: None}) is None
-
-
-def test_a_model_gives_the_cache_back_by_the_name_it_takes():
-    model = tiny_model("llama")
-    cache = DynamicHybridCache(model.config)
+def test_a_cache_is_found_by_any_name_and_given_back_by_that_of_the_model():
+    cache, model = DynamicHybridCache(tiny_model("llama").config), tiny_model("llama")
+    for name in ("cache", "past_key_values", "cache_params"):
+        assert passed_cache({"use_cache": True, name: cache}) is cache
+        assert passed_cache({name: None}) is None
     with torch.no_grad():
         assert model(random_prompt(1, 20), **cache_argument(cache))[CACHE_ARGUMENT] is cache
 

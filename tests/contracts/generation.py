@@ -118,7 +118,7 @@ OF_8_BITS = (
     "quantized_split",
     "quantized_split_in_three",
 )
-PLACES = {"host": Placement(), "device": caches.ON_DEVICE, "streamed": caches.STREAMED}
+PLACES = {"host": Placement(), "streamed": caches.STREAMED}
 VARIANTS: dict[str, Variant] = {
     **{name: Variant(make) for name, make in caches.SAME_ATTENTION.items()},
     **{name: Variant(make, tolerance=1e-3) for name, make in caches.OWN_ATTENTION.items()},
@@ -133,5 +133,4 @@ VARIANTS: dict[str, Variant] = {
     },
     **{f"choosing_on_{name}": choosing(placement) for name, placement in PLACES.items()},
     "decoded_in_float64": Variant(caches.dynamic, tolerance=1e-3, decode=IN_FLOAT64),
-    "decoded_on_cpu": Variant(caches.offloaded, decode=DecodeOnCPU()),
 }

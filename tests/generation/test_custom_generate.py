@@ -49,13 +49,10 @@ def padded() -> dict[str, torch.Tensor]:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.5},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
     "sampled beams": {"num_beams": 2, "do_sample": True},
-    "left padding": padded(),
     "left padding and beams": {**padded(), "num_beams": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "an assistant": {"assistant_model": tiny_model("llama", seed=1)},
     "chunks": {"prefill_chunk_size": 64},
     "stopping criteria": {"stopping_criteria": [MaxLengthCriteria(205)]},
     "a length in all": {"max_new_tokens": None, "max_length": 210},
@@ -64,6 +61,8 @@ MODES: dict[str, dict[str, Any]] = {
         "do_sample": None,
         "generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0),
     },
+    "embeddings": {"input_ids": None, "inputs_embeds": torch.ones(1, 20, 64) / 10},
+    "no prompt": {"input_ids": None},
 }
 
 
@@ -75,23 +74,6 @@ def test_tokens_are_those_of_plain_generate(model: PreTrainedModel, mode: str):
     plain = model.generate(**options)
     torch.manual_seed(0)
     assert torch.equal(model.generate(**options, **BY_NAME), plain)
-
-
-def test_an_assistant_and_embeddings_are_passed_on(model: PreTrainedModel):
-    ids = random_prompt(1, 100)
-    for options in (
-        {"inputs": ids, "assistant_model": tiny_model("llama", seed=1)},
-        {"inputs_embeds": model.get_input_embeddings()(ids)},
-        {},
-    ):
-        plain = model.generate(**options, max_new_tokens=6, do_sample=False)
-        assert torch.equal(model.generate(**options, max_new_tokens=6, do_sample=False, **BY_NAME), plain)
-
-
-def test_a_streamer_gets_every_token(model: PreTrainedModel):
-    streamer = ListStreamer()
-    result = model.generate(random_prompt(1, 50), max_new_tokens=5, streamer=streamer, **BY_NAME)
-    assert streamer.tokens == [*result[0].tolist(), -1]
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, [600, 1, 1]), ({"prefill_chunk_size": 512}, [512, 88, 1, 1])])
@@ -122,54 +104,40 @@ def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
         model.generate(ids, max_new_tokens=10, host_memory=least - 1, **BY_NAME)
 
 
-@pytest.mark.parametrize(
-    ("options", "context", "batch_size", "chunk"),
-    [
-        ({}, 120, 1, 100),
-        ({"max_new_tokens": 40, "prefill_chunk_size": 64}, 140, 1, 64),
-        ({"max_length": 300, "num_beams": 3}, 300, 3, 100),
-        ({"generation_config": GenerationConfig(max_new_tokens=40, num_beams=2)}, 140, 2, 100),
-        ({"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 4}, 105, 4, 100),
-        ({"max_new_tokens": 5, **padded()}, 105, 2, 100),
-        ({"max_new_tokens": 100_000}, 2048, 1, 100),
-    ],
-)
-def test_what_has_to_fit_is_what_generate_is_asked_for(
-    model: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict,
-    context: int,
-    batch_size: int,
-    chunk: int,
-):
-    asked: list[Any] = []
-
-    def ask(*given: Any, **more: Any) -> HybridCache:
-        asked.extend([*given, *more.values()])
-        raise PlanError
-
-    monkeypatch.setattr("hf_hybrid_cache.cache_for_budget", ask)
-    with pytest.raises(PlanError):
-        model.generate(
-            **{"input_ids": random_prompt(1, 100)} | options, gpu_memory="8GiB", host_memory="9GiB", **BY_NAME
-        )
-    # The model is on the CPU.
-    assert asked == [model.config, context, 0, "9GiB", batch_size, chunk]
-
-
-OTHER_CACHES: list[dict[str, Any]] = [
-    cache_argument(DynamicHybridCache(tiny_model("llama").config)),
-    {"use_cache": False},
-    {"cache_implementation": "static"},
-    {"generation_config": GenerationConfig(use_cache=False)},
+# Options, and the context, batch and chunk that have to fit.
+ASKED: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
+    ({}, (120, 1, 100)),
+    ({"max_new_tokens": 40, "prefill_chunk_size": 64}, (140, 1, 64)),
+    ({"max_length": 300, "num_beams": 3}, (300, 3, 100)),
+    ({"generation_config": GenerationConfig(max_new_tokens=40, num_beams=2)}, (140, 2, 100)),
+    ({"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 4, **padded()}, (105, 8, 100)),
+    ({"max_new_tokens": 100_000}, (2048, 1, 100)),
 ]
 
 
-@pytest.mark.parametrize("option", OTHER_CACHES, ids=lambda option: next(iter(option)))
-def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel, option: dict[str, Any]):
-    way_out = f"{CACHE_ARGUMENT}, or call generate" if CACHE_ARGUMENT in option else "use_cache and cache_implem"
-    with pytest.raises(ValueError, match=f"This generation method makes the cache itself. Leave out {way_out}"):
-        model.generate(random_prompt(1, 20), max_new_tokens=2, **option, **BY_NAME)
+def test_what_has_to_fit_is_what_generate_is_asked_for(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    def ask(config: Any, context: int, gpu_memory: Any, host_memory: Any, **sizes: int) -> HybridCache:
+        assert (config, gpu_memory, host_memory) == (model.config, 0, "9GiB")  # the model is on the CPU
+        raise PlanError((context, *sizes.values()))
+
+    monkeypatch.setattr("hf_hybrid_cache.cache_for_budget", ask)
+    for options, expected in ASKED:
+        given = {"input_ids": random_prompt(1, 100), "gpu_memory": "8GiB", "host_memory": "9GiB"} | options
+        with pytest.raises(PlanError) as raised:
+            model.generate(**given, **BY_NAME)
+        assert raised.value.args == (expected,)
+
+
+def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel):
+    for option in (
+        cache_argument(DynamicHybridCache(model.config)),
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"generation_config": GenerationConfig(use_cache=False)},
+    ):
+        way_out = f"{CACHE_ARGUMENT}, or call generate" if CACHE_ARGUMENT in option else "use_cache and cache_implem"
+        with pytest.raises(ValueError, match=f"This generation method makes the cache itself. Leave out {way_out}"):
+            model.generate(random_prompt(1, 20), max_new_tokens=2, **option, **BY_NAME)
 
 
 def test_a_model_on_several_devices_has_to_say_what_there_is(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
@@ -180,17 +148,16 @@ def test_a_model_on_several_devices_has_to_say_what_there_is(model: PreTrainedMo
         model.generate(random_prompt(1, 20), max_new_tokens=2, **BY_NAME)
 
 
-def test_a_folder_with_weights_generates_so_by_itself(model: PreTrainedModel, tmp_path: Path):
+def test_a_folder_with_weights_generates_so_by_itself_if_trusted(model: PreTrainedModel, tmp_path: Path):
     model.save_pretrained(tmp_path)
     shutil.copytree(HUB / "custom_generate", tmp_path / "custom_generate")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    ids = random_prompt(1, 40)
-    result = loaded.generate(input_ids=ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    ids, streamer = random_prompt(1, 40), ListStreamer()
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    result = loaded.generate(input_ids=ids, streamer=streamer, **options)
     assert isinstance(result[CACHE_ARGUMENT], HybridCache)
-    assert torch.equal(result.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
-
-
-def test_custom_generate_when_not_trusted_then_runs_no_code(model: PreTrainedModel):
+    assert torch.equal(result.sequences, model.generate(ids, **options).sequences)
+    assert streamer.tokens == [*result.sequences[0].tolist(), -1]
     with pytest.raises(ValueError, match="contains custom generation code"):
         model.generate(random_prompt(1, 20), custom_generate=str(HUB), trust_remote_code=False)
 

@@ -15,7 +15,7 @@ from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.storage import CpuFraction, InitialCapacity
 from hf_hybrid_cache.storage.memory import buffer_memory
 
-from common.caches import CACHES, QUANTIZED, MakeCache, group_of_one, stock
+from common.caches import MakeCache, group_of_one
 from common.channel_scaled import channel_scaled
 from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference
@@ -90,8 +90,6 @@ class Setup:
 
 
 CONFIG = Setup().config
-VARIANTS = {name: Setup(makers=(make, stock)) for name, make in CACHES.items()}
-VARIANTS |= {name: Setup(makers=pair, integer_kernels=False) for name, pair in QUANTIZED.items()}
 
 
 def _swapped(codec: KVCodec) -> KVCodec:

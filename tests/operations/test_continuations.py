@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import (
-    CacheFileError,
     DynamicHybridCache,
     HybridCache,
     OffloadedHybridCache,
@@ -73,46 +72,47 @@ def require_same(ours: HybridCache, reference: Cache) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("left", [0, 1, 63, 64, 127, 128, 129, 192, 383, 448, 449, TOKENS, TOKENS + 70])
-def test_cropped_anywhere_sequences_have_the_prompt_and_their_own_tokens(kind: str, left: int):
-    caches = continued(kind)
-    require_same(*caches)
-    add(caches, 3, 100, seed=1)
-    require_same(*caches)
-    for cache in caches:
-        cache.crop(left - TOKENS - 100)
-    if left:
+def test_cropped_anywhere_sequences_have_the_prompt_and_their_own_tokens(kind: str):
+    longer = continued(kind)
+    add(longer, 3, 100, seed=1)
+    require_same(*longer)
+    for left in (0, 1, 64, 127, 129, 192, 383, 449, TOKENS, TOKENS + 70):
+        caches = copy.deepcopy(longer)
+        for cache in caches:
+            cache.crop(left - TOKENS - 100)
+        if left:
+            require_same(*caches)
+        # Tokens of a block that was cut in host memory go on on the device, so they are quantized later.
+        is_quantized_alike = (kind, left) != ("quantized_split", 127)
+        add(caches, 3, 150 if is_quantized_alike else 1, seed=2)
         require_same(*caches)
-    # Tokens of a block that was cut in host memory go on on the device, so they are quantized later.
-    is_quantized_alike = (kind, left) != ("quantized_split", 127)
-    add(caches, 3, 150 if is_quantized_alike else 1, seed=2)
-    require_same(*caches)
+    require_same(*longer)
 
 
 @EACH
-@pytest.mark.parametrize("indices", [[0, 0, 2, 4, 5, 5], [1], [3, 3, 3, 0, 1, 1], [5, 0, 1], [4, 1, 4, 1]], ids=str)
-def test_selected_repeated_and_copied_sequences_keep_their_prompt(kind: str, indices: list[int]):
-    caches = continued(kind, batch=2)
-    add(caches, 6, 100, seed=1)
-    for cache in caches:
-        cache.batch_select_indices(torch.tensor(indices))
-    require_same(*caches)
-    add(caches, len(indices), 70, seed=2)
-    twins = copy.deepcopy(caches)
-    for cache in caches:
-        cache.batch_repeat_interleave(2)
-    require_same(*caches)
-    for cache in twins:
-        cache.crop(-300)
-    add(twins, len(indices), 70, seed=3)
-    require_same(*twins)
-    require_same(*caches)
-    assert is_shared(caches[0])
+def test_selected_repeated_and_copied_sequences_keep_their_prompt(kind: str):
+    longer = continued(kind, batch=2)
+    add(longer, 6, 100, seed=1)
+    for indices in ([0, 0, 2, 4, 5, 5], [1], [4, 1, 4, 1]):
+        caches = copy.deepcopy(longer)
+        for cache in caches:
+            cache.batch_select_indices(torch.tensor(indices))
+        require_same(*caches)
+        add(caches, len(indices), 70, seed=2)
+        for cache in caches:
+            cache.batch_repeat_interleave(2)
+        require_same(*caches)
+        assert is_shared(caches[0])
+        for cache in caches:
+            cache.crop(-300)
+        add(caches, 2 * len(indices), 70, seed=3)
+        require_same(*caches)
+    require_same(*longer)
 
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_edit_when_from_any_token_of_continuations_on_then_layer_holds_it(kind: str):
-    for first in (0, 1, 63, 64, 65, 128, 191, 192, 193, 383, 384, 448, TOKENS - 1):
+    for first in (0, 63, 65, 192, 383, TOKENS - 1):
         ours, reference = continued(kind)
         add((ours, reference), 3, 10, seed=1)
         ours.layers[0].keys[:, :, first] = 0
@@ -130,53 +130,32 @@ def test_edit_when_from_any_token_of_continuations_on_then_layer_holds_it(kind: 
 
 def test_edit_that_continuations_cannot_store_then_changes_nothing():
     ours, reference = continued("quantized")
-    for first in (0, 70, 200):
-        keys, values = ours.layers[0].keys.clone(), ours.layers[0].values.clone()
-        keys[:, :, first] += 1
-        keys[:, :, 300] = torch.nan
-        with pytest.raises(ValueError, match="no codes"):
-            ours.layers[0].set(keys, values)
+    keys, values = ours.layers[0].keys.clone(), ours.layers[0].values.clone()
+    keys[:, :, 300] = torch.nan
+    with pytest.raises(ValueError, match="no codes"):
+        ours.layers[0].set(keys, values)
     assert ours.get_seq_length() == TOKENS
     add((ours, reference), 3, 1, seed=1)
     assert torch.allclose(ours.layers[0].keys, reference.layers[0].keys, atol=0.2)
 
 
 @pytest.mark.parametrize("kind", ["host", "streamed", "quantized", "split"])
-def test_eight_sequences_take_little_more_memory_than_one(kind: str):
+def test_eight_sequences_take_little_more_memory_than_one_and_read_it_once(kind: str, tmp_path: Path):
     ours, _ = filled(kind, num_tokens=20_000)
     alone = ours.memory()
+    ours.save(tmp_path / "one.kv")
     ours.batch_repeat_interleave(8)
     shared = ours.memory()
+    ours.save(tmp_path / "eight.kv")
+    assert (tmp_path / "eight.kv").stat().st_size < 1.4 * (tmp_path / "one.kv").stat().st_size
     # Tokens that are not whole blocks of 64, and of quantized layers those not quantized yet, are each one's own.
     of_each = 4 * 2 * 2 * 16 * 192
     assert shared.host_bytes + shared.device_bytes <= alone.host_bytes + alone.device_bytes + 8 * 2 * of_each
-
-
-def test_a_short_prompt_is_copied():
-    ours, reference = filled("host", num_tokens=127)
-    for cache in (ours, reference):
-        cache.batch_repeat_interleave(2)
-    assert not is_shared(ours)
-    require_same(ours, reference)
-
-
-@EACH
-def test_saved_and_loaded_sequences_share_the_prompt(kind: str, tmp_path: Path):
-    ours, reference = filled(kind, num_tokens=20_000)
-    ours.save(tmp_path / "one.kv")
-    for cache in (ours, reference):
-        cache.batch_repeat_interleave(8)
-    add((ours, reference), 8, 70, seed=1)
-    ours.save(tmp_path / "eight.kv")
-    assert (tmp_path / "eight.kv").stat().st_size < 1.4 * (tmp_path / "one.kv").stat().st_size
-    if kind == "quantized":
-        for placement in (Placement(cpu_decode=False), Placement(cpu_decode=True, device_tokens=192)):
-            require_same(HybridCache.load(tmp_path / "eight.kv", CONFIG, placement), reference)
-    loaded = HybridCache.load(tmp_path / "eight.kv", CONFIG)
-    assert is_shared(loaded)
-    require_same(loaded, reference)
-    add((loaded, reference), 8, 200, seed=2)
-    require_same(loaded, reference)
+    if kind == "streamed":
+        ours.stats.clear()
+        ours.layers[0].store.prefix.dense.slot = None
+        add((ours,), 8, 1, seed=1)
+        assert ours.stats.bytes_to_device == 2 * 2 * 16 * 4 * 19_968
 
 
 @pytest.mark.parametrize("kind", ["host", "quantized"])
@@ -195,23 +174,11 @@ def test_a_mapped_prompt_is_continued_without_being_copied(kind: str, tmp_path: 
     require_same(HybridCache.load(tmp_path / "three.kv", CONFIG, mmap=True), reference)
 
 
-def test_a_file_of_other_numbers_of_prompts_is_refused(tmp_path: Path):
-    ours, _ = continued("host")
-    ours.save(tmp_path / "cache.kv")
-    data = (tmp_path / "cache.kv").read_bytes()
-    assert data.count(b'\\"prefixes\\": 1') == 1
-    for wrong in (b"0", b"2", b"3"):
-        (tmp_path / "cache.kv").write_bytes(data.replace(b'\\"prefixes\\": 1', b'\\"prefixes\\": ' + wrong))
-        with pytest.raises(CacheFileError):
-            HybridCache.load(tmp_path / "cache.kv", CONFIG)
-
-
-@pytest.mark.parametrize("kind", ["host", "streamed", "quantized_from_the_first"])
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
-def test_generate_continues_one_stored_sequence_by_several(kind: str, options: dict[str, object]):
+def test_generate_continues_one_stored_sequence_by_several(options: dict[str, object]):
     model, ids = tiny_model("llama"), random_prompt(1, 300)
     results = []
-    for make in PAIRS[kind]:
+    for make in PAIRS["quantized_from_the_first"]:
         cache = make(model.config)
         with torch.no_grad():
             model(ids[:, :-4], **cache_argument(cache))
@@ -223,19 +190,3 @@ def test_generate_continues_one_stored_sequence_by_several(kind: str, options: d
         results.append(generate(model, ids, cache, **options))
     assert is_shared(ours)
     assert torch.equal(results[0][0], results[1][0])
-
-
-def test_sequences_that_are_no_continuations_of_one_are_refused():
-    ours, _ = filled("host", batch=2)
-    with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        add((ours,), 4, 1, seed=1)
-
-
-def test_attention_reads_the_prompt_once_for_all_sequences():
-    ours, _ = filled("streamed", num_tokens=2_000)
-    ours.batch_repeat_interleave(8)
-    ours.stats.clear()
-    ours.layers[0].store.prefix.dense.slot = None
-    add((ours,), 8, 1, seed=1)
-    of_the_prompt = 2 * 2 * 16 * 4 * 1_984
-    assert ours.stats.bytes_to_device == of_the_prompt

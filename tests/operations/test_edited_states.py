@@ -3,7 +3,6 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -59,32 +58,18 @@ def edit_twice_with_a_question_between(cache: Cache) -> None:
     values[:, :, 200:] += 5
 
 
-def assign_longer_states(cache: Cache) -> None:
-    for layer in cache.layers:
-        layer.keys, layer.values = (
-            torch.cat([states, states[:, :, :70]], dim=2) for states in (layer.keys, layer.values)
-        )
-
-
-def assign_keys_of_all_layers_first(cache: Cache) -> None:
-    for layer in cache.layers:
-        layer.keys = layer.keys[:, :, 70:]
-    for layer in cache.layers:
-        layer.values = layer.values[:, :, 70:]
-
-
-EDITS = [
-    steer,
-    evict,
-    edit_twice_with_a_question_between,
-    assign_longer_states,
-    assign_keys_of_all_layers_first,
-]
+def assign_longer_keys_of_all_layers_first(cache: Cache) -> None:
+    for name in ("keys", "values"):
+        for layer in cache.layers:
+            states = getattr(layer, name)
+            setattr(layer, name, torch.cat([states, states[:, :, :70]], dim=2))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(
+    "edit", [steer, evict, edit_twice_with_a_question_between, assign_longer_keys_of_all_layers_first]
+)
 @pytest.mark.parametrize("name", EDITABLE)
 def test_edit_of_layer_keys_before_a_step_then_counts_as_with_stock(name: str, edit: Edit, mode: Callable):
     ours, theirs = filled(ALL[name], mode), filled(stock, mode)
@@ -116,18 +101,9 @@ def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
         cache.reorder_cache(torch.tensor([1, 0]))
         for layer in cache.layers:
             assert layer.keys.shape[2] == TOKENS + 50
+            assert layer.keys.is_contiguous()
     for part, expected in zip(kept, before, strict=True):
         assert torch.equal(torch.as_tensor(part), torch.as_tensor(expected))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "offloaded", "default", "split_in_three", "8 bits", "8 bits streamed"])
-def test_read_states_in_any_place_then_are_contiguous_as_stock(name: str):
-    cache = filled(ALL[name])
-    for _ in range(2):
-        for layer in cache.layers:
-            assert layer.keys.is_contiguous()
-            assert layer.values.is_contiguous()
-        cache.batch_repeat_interleave(2)
 
 
 @pytest.mark.parametrize("name", ALL | QUANTIZED | {"bits to choose": None})
@@ -146,31 +122,18 @@ def test_stored_tensors_when_written_to_later_then_change_nothing(name: str):
         assert torch.equal(layer.keys, expected.keys)
         assert torch.equal(layer.values, expected.values)
     if "shared_with_nobody" not in name:
-        for layer in (ours.layers[0], untouched.layers[0]):
-            keys, values = layer.keys + 1, layer.values + 1
-            layer.set(keys, values)
-            if layer is ours.layers[0]:
-                keys.zero_(), values.zero_()
+        assigned = ours.layers[0].keys + 1, ours.layers[0].values + 1
+        untouched.layers[0].set(*map(torch.clone, assigned))
+        ours.layers[0].set(*assigned)
+        for states in assigned:
+            states.zero_()
         assert torch.equal(ours.layers[0].keys, untouched.layers[0].keys)
         assert torch.equal(ours.layers[0].values, untouched.layers[0].values)
 
 
-@contextmanager
-def attention_of_ones_own(attend: Callable) -> Iterator[torch.nn.Module]:
-    model = copy.deepcopy(tiny_model("llama"))
-    ALL_ATTENTION_FUNCTIONS.register("of_ones_own", attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("of_ones_own", sdpa_mask)
-    try:
-        model.set_attn_implementation("of_ones_own")
-        yield model
-    finally:
-        del ALL_ATTENTION_FUNCTIONS._global_mapping["of_ones_own"]
-        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["of_ones_own"]
-
-
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("name", ALL)
-def test_slices_kept_by_an_attention_function_then_stay(name: str):
+def test_slices_kept_by_an_attention_function_then_stay(name: str, monkeypatch: pytest.MonkeyPatch):
     kept, before = [], []
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -179,8 +142,11 @@ def test_slices_kept_by_an_attention_function_then_stay(name: str):
         out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
-    cache = ALL[name](CONFIG)
-    with attention_of_ones_own(attend) as model, torch.no_grad():
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "of_ones_own", attend)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "of_ones_own", sdpa_mask)
+    cache, model = ALL[name](CONFIG), copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("of_ones_own")
+    with torch.no_grad():
         for tokens in (150, 100, 1):
             model(random_prompt(1, tokens, seed=tokens), **cache_argument(cache))
         cache.crop(-80)
@@ -191,21 +157,30 @@ def test_slices_kept_by_an_attention_function_then_stay(name: str):
 
 
 def test_memory_of_states_that_nobody_holds_then_is_used_again():
-    cache = filled(lambda config: QuantizedHybridCache(config, bits=8, cpu_decode=False))
-    next_logits(cache)
-    held = cache.memory().host_bytes
-    for _ in range(3):
-        next_logits(cache)
-    assert cache.memory().host_bytes == held
-
-
-def test_crop_when_nobody_holds_a_slice_then_copies_nothing():
+    quantized = filled(lambda config: QuantizedHybridCache(config, bits=8, cpu_decode=False))
     cache = filled(lambda config: DynamicHybridCache(config, cpu_decode=False))
+    next_logits(quantized)
+    held = quantized.memory().host_bytes
     places = [layer.store.dense.keys.stored_rows(1).data_ptr() for layer in cache.layers]
     for _ in range(3):
+        next_logits(quantized)
         cache.crop(-5)
         next_logits(cache)
+    assert quantized.memory().host_bytes == held
     assert [layer.store.dense.keys.stored_rows(1).data_ptr() for layer in cache.layers] == places
+
+
+@pytest.mark.parametrize("name", ["dynamic", "default", "8 bits"])
+def test_layers_when_read_or_edited_then_take_memory_of_one_and_are_saved(tmp_path, name: str):
+    cache = filled(ALL[name])
+    cache.layers[0].values[:, :, -1] = 7
+    read = list(read_all(cache))
+    assert name == "dynamic" or [each() is not None for each in read] == [False] * (len(read) - 1) + [True]
+    copied = copy.deepcopy(cache)
+    cache.save(tmp_path / "edited.kv")
+    loaded = HybridCache.load(tmp_path / "edited.kv", CONFIG)
+    for each in (cache, copied, loaded):
+        assert (each.layers[0].values[:, :, -1] == 7).all()
 
 
 def test_read_states_are_the_layers_own_until_the_next_step():
@@ -243,16 +218,7 @@ def read_all(cache: Cache) -> Iterator[weakref.ref]:
         yield weakref.ref(layer.keys.untyped_storage())
 
 
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_states_of_all_layers_when_read_or_edited_then_take_memory_of_one(is_edited: bool):
-    cache = filled(lambda config: QuantizedHybridCache(config, bits=4))
-    if is_edited:
-        steer(cache)
-    read = list(read_all(cache))
-    assert [each() is not None for each in read] == [False] * (len(read) - 1) + [True]
-
-
-@pytest.mark.parametrize("name", EDITABLE)
+@pytest.mark.parametrize("name", ["dynamic", "split_in_three", "8 bits streamed"])
 def test_keys_when_assigned_without_values_then_are_refused(name: str):
     cache = filled(EDITABLE[name])
     before = [layer.keys.clone() for layer in cache.layers]
@@ -276,20 +242,16 @@ def test_states_when_codec_cannot_hold_them_then_layer_is_unchanged():
     next_logits(cache)
 
 
-@pytest.mark.parametrize("wrong", [None, [1], torch.zeros(3)])
-def test_assignment_of_what_is_no_states_then_is_refused(wrong: object):
-    cache = filled(DynamicHybridCache)
-    with pytest.raises(ValueError, match="takes keys and values"):
-        cache.layers[0].keys = wrong
-    next_logits(cache)
-
-
-def test_assignment_to_an_empty_layer_then_fills_it():
+def test_an_empty_layer_takes_states_and_nothing_else():
     cache, shape = DynamicHybridCache(CONFIG), (1, 2, 70, 16)
+    for wrong in (None, [1], torch.zeros(3)):
+        with pytest.raises(ValueError, match="takes keys and values"):
+            cache.layers[0].keys = wrong
     for layer in cache.layers:
         layer.keys, layer.values = torch.ones(shape), torch.zeros(shape)
     assert cache.get_seq_length() == 70
     assert torch.equal(cache.layers[3].values, torch.zeros(shape))
+    next_logits(cache)
 
 
 @pytest.mark.skipif(group_of_one() is None, reason="this torch has no gloo")
@@ -298,14 +260,3 @@ def test_edit_of_a_shared_layer_then_is_refused_with_the_way_out():
     cache.layers[0].values[:, :, -1] = 0
     with pytest.raises(RuntimeError, match="load it with group="):
         next_logits(cache)
-
-
-@pytest.mark.parametrize("name", ["dynamic", "default", "8 bits"])
-def test_edited_cache_when_copied_or_saved_then_has_the_edit(tmp_path, name: str):
-    cache = filled(ALL[name])
-    cache.layers[0].values[:, :, -1] = 7
-    copied = copy.deepcopy(cache)
-    cache.save(tmp_path / "edited.kv")
-    loaded = HybridCache.load(tmp_path / "edited.kv", CONFIG)
-    for each in (cache, copied, loaded):
-        assert (each.layers[0].values[:, :, -1] == 7).all()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
 from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
@@ -29,7 +29,7 @@ from models.tiny_models import FAMILIES, random_prompt, tiny_model
 from operations.setups import CONFIG, Setup, setups
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
-BATCH, TOKENS = 2, 200
+BATCH, TOKENS, LENGTH = 2, 200, 148
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -162,14 +162,13 @@ class Trial:
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.filterwarnings("ignore:The device ran out of memory")
-@pytest.mark.parametrize("copies_late", [False, True], ids=["copies_at_once", "copies_late"])
-@pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(
-    operation: str, is_quantized: bool, copies_late: bool
-):
-    @search_at_random(12, 300)
-    @given(setup=setups(torch.float32, is_quantized, copies_late), chosen=st.randoms(use_true_random=False))
+def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(operation: str):
+    kinds = st.tuples(st.booleans(), st.booleans())
+    any_setup = kinds.flatmap(lambda kind: setups(torch.float32, is_quantized=kind[0], copies_late=kind[1]))
+
+    @search_at_random(24, 1200)
+    @given(setup=any_setup, chosen=st.randoms(use_true_random=False))
     def end_anywhere(setup: Setup, chosen: random.Random) -> None:
         with setup.system():
             trial = Trial(setup, operation)
@@ -198,49 +197,23 @@ def interrupted_in_layer(model: PreTrainedModel, index: int, at_token: int) -> I
 
 
 def generated(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-    return model.generate(ids, **cache_argument(cache), max_length=ids.shape[1] + 16, do_sample=False)
+    return model.generate(ids, **cache_argument(cache), max_length=LENGTH, do_sample=False)
 
 
-@pytest.mark.parametrize("layer", [0, 2, 3])
 @pytest.mark.parametrize("make", [*CACHES.values(), *(ours for ours, _ in QUANTIZED.values())])
-def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrainedConfig], HybridCache], layer: int):
+def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrainedConfig], HybridCache]):
     model, ids = tiny_model("llama"), random_prompt(1, 140)
     expected = generated(model, ids, make(model.config))
-    cache = make(model.config)
-    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, layer, at_token=145):
-        generated(model, ids, cache)
-    if layer < 3:
-        with pytest.raises(IncompleteCacheError, match=r"the first \d layers of attention hold 146 tokens, .* 145"):
+    for layer in (1, 3):
+        cache = make(model.config)
+        with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, layer, at_token=142):
             generated(model, ids, cache)
-    cache.drop_unfinished()
-    assert cache.get_seq_length() == 145 + (layer == 3)
-    known = expected[:, : cache.get_seq_length() + 1]
-    assert torch.equal(model.generate(known, **cache_argument(cache), max_length=156, do_sample=False), expected)
-
-
-def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
-    model, ids = tiny_model("llama"), random_prompt(1, 140)
-    cache = DynamicHybridCache(model.config)
-    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=5):
-        generated(model, ids, cache)
-    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
-        generated(model, ids, cache)
-    assert cache.memory().num_tokens == 140
-    cache.drop_unfinished()
-    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
-
-
-def test_layers_that_cannot_go_back_must_be_reset():
-    model, ids = tiny_model("gemma3"), random_prompt(1, 40)
-    cache = DynamicHybridCache(model.config)
-    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=45):
-        generated(model, ids, cache)
-    with pytest.raises(IncompleteCacheError, match="drop_unfinished"):
-        generated(model, ids, cache)
-    with pytest.raises(IncompleteCacheError, match="DynamicSlidingWindowLayer cannot go back"):
+        if layer < 3:
+            with pytest.raises(IncompleteCacheError, match=r"the first 2 layers of attention hold 143 tokens, .* 142"):
+                generated(model, ids, cache)
         cache.drop_unfinished()
-    cache.reset()
-    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+        assert cache.get_seq_length() == 142 + (layer == 3)
+        assert torch.equal(generated(model, expected[:, : cache.get_seq_length() + 1], cache), expected)
 
 
 @pytest.fixture(scope="module")
@@ -252,52 +225,41 @@ def linear_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.skipif(not HEARS_OF_LINEAR_STATES, reason="this transformers does not tell a cache of all linear states")
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("at_token", [5, 45], ids=["prefill", "decode"])
-def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
-    linear_model: PreTrainedModel, layer: int, at_token: int
+UNSEEN = "not all layers of linear attention have seen its tokens"
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "at_token", "said", "cannot_go_back"),
+    [
+        ("llama", 1, 5, "The last layers hold nothing", None),
+        ("gemma3", 1, 145, "drop_unfinished", "DynamicSlidingWindowLayer"),
+        ("linear", 0, 5, UNSEEN, None),
+        ("linear", 1, 145, UNSEEN, "LinearAttentionLayer"),
+    ],
+)
+def test_a_pass_that_ended_half_way_is_noticed_and_forgotten_as_a_whole(
+    family: str, layer: int, at_token: int, said: str, cannot_go_back: str | None, linear_model: PreTrainedModel
 ):
-    ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
-    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(linear_model, layer, at_token):
-        generated(linear_model, ids, cache)
+    if family == "linear" and not HEARS_OF_LINEAR_STATES:
+        pytest.skip("this transformers does not tell a cache of all linear states")
+    model, ids = linear_model if family == "linear" else tiny_model(family), random_prompt(1, 140)
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        model(ids, **cache_argument(cache))
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == 140
+    cache.reset()
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, layer, at_token):
+        generated(model, ids, cache)
     for _ in range(2):
-        with pytest.raises(IncompleteCacheError, match="not all layers of linear attention have seen its tokens"):
-            generated(linear_model, ids, cache)
-    if at_token == 45:
-        with pytest.raises(IncompleteCacheError, match="LinearAttentionLayer cannot go back"):
+        with pytest.raises(IncompleteCacheError, match=said):
+            generated(model, ids, cache)
+    if cannot_go_back:
+        with pytest.raises(IncompleteCacheError, match=f"{cannot_go_back} cannot go back"):
             cache.drop_unfinished()
         cache.reset()
-    else:
-        cache.drop_unfinished()
-    expected = generated(linear_model, ids, DynamicCache(config=linear_model.config))
-    assert torch.equal(generated(linear_model, ids, cache), expected)
-
-
-def test_linear_attention_when_pass_is_whole_then_is_not_unfinished(linear_model: PreTrainedModel):
-    ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
-    with torch.no_grad():
-        linear_model(ids, **cache_argument(cache))
-        cache.drop_unfinished()
-        assert cache.get_seq_length() == 40
-        twin = copy.deepcopy(cache)
-        linear_model(ids[:, :1], **cache_argument(cache))
-        cache.reset()
-        linear_model(ids, **cache_argument(cache))
-        assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 40)
-
-
-def streamed_with_late_copies() -> HybridCache:
-    cache = HybridCache(CONFIG, Placement(True, 1, 1, cpu_decode=False), codec=minmax(4))
-    copy_late(cache)
-    return cache
-
-
-CHOOSING: dict[str, Callable[[], HybridCache]] = {
-    "on the host": lambda: HybridCache(CONFIG, codec=minmax(4)),
-    "on the device": lambda: HybridCache(CONFIG, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0)),
-    "streamed, copied late": streamed_with_late_copies,
-}
+    cache.drop_unfinished()
+    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
 
 
 def prompts(cache: Cache) -> None:
@@ -307,13 +269,19 @@ def prompts(cache: Cache) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cache", CHOOSING)
-def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(cache: str):
-    counting = Interruption()
-    counting.run(lambda: prompts(CHOOSING[cache]()))
-    chosen = random.Random(cache)
-    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(40, 400))):
-        ours = CHOOSING[cache]()
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(is_streamed: bool):
+    def choosing() -> HybridCache:
+        if not is_streamed:
+            return HybridCache(CONFIG, codec=minmax(4, sink_tokens=0))
+        cache = HybridCache(CONFIG, Placement(True, 1, 1, cpu_decode=False), codec=minmax(4))
+        copy_late(cache)
+        return cache
+
+    counting, chosen = Interruption(), random.Random(0)
+    counting.run(lambda: prompts(choosing()))
+    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(40, 600))):
+        ours = choosing()
         fault = Interruption(chosen.choice(ERRORS), at_line)
         fault.run(lambda ours=ours: prompts(ours))
         try:
