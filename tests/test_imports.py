@@ -26,8 +26,13 @@ def test_every_public_name_exists_and_is_documented(room: str):
     assert all(name == "__version__" or getattr(module, name).__doc__ for name in module.__all__)
 
 
-def test_package_when_imported_then_loads_no_heavy_library():
-    program = "import sys, hf_hybrid_cache; assert not {'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules)"
+def test_the_package_and_files_of_tensors_when_imported_then_load_no_torch():
+    program = """
+import sys, hf_hybrid_cache
+assert not {"torch", "transformers", "numba", "numpy"} & set(sys.modules)
+import hf_hybrid_cache.files.tensor_file
+assert not {"torch", "transformers", "numba"} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 

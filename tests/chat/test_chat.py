@@ -75,11 +75,9 @@ def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
         return answers
 
     one, two, three = QUESTIONS
-    plain = talk(one, two, three)
-    assert talk(one, three, "undo", two, three)[-2:] == plain[-2:]
-    assert talk(two, three, "undo", "undo", one, two)[-2:] == plain[:2]
-    assert talk(two, three, "forget", one)[-1] == plain[0]
-    assert talk("all", one, "all", two, three) == plain
+    plain = talk(one, two)
+    assert talk(one, three, "undo", two)[-1] == plain[-1]
+    assert talk(three, two, "undo", "undo", "all", one, "all", two, "forget", one)[-3:] == [*plain, plain[0]]
     alone = talk(one, "forget", one, documents=())
     assert alone[0] == alone[1]
 
@@ -141,10 +139,10 @@ def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
 # Ends
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("how", ["closed", "Ctrl-C"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-@pytest.mark.parametrize("cache", FULL_PRECISION)
+@pytest.mark.parametrize(
+    ("cache", "family", "how"),
+    [("dynamic", "llama", "Ctrl-C"), ("offloaded", "gemma3", "closed"), ("stock", "qwen3_next", "closed")],
+)
 def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, family: str, how: str):
     model = model_of(family)
     chat = chat_of(model, settings=replace(SETTINGS, max_new_tokens=3000), **CACHES[cache])
@@ -164,7 +162,7 @@ def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, 
     assert said(chat, "Who?") == generated(model, chat.token_ids[: chat.turns[-1].answer])
 
 
-@pytest.mark.parametrize("cache", FULL_PRECISION)
+@pytest.mark.parametrize("cache", ["stock", "dynamic"])
 def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
     expected = said(chat_of(documents=LONG), "Who?")
     chat = chat_of(documents=LONG, **CACHES[cache])
@@ -176,7 +174,7 @@ def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("number", [1, 2, 3, 6])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
 def test_an_error_in_a_step_takes_the_question_back(cache: str, family: str, number: int):
@@ -201,15 +199,15 @@ def test_an_error_in_a_step_takes_the_question_back(cache: str, family: str, num
 
 
 def test_a_full_context_ends_answers_and_refuses_questions_and_messages():
-    chat = chat_of(model_of("llama", 700), leave=60)
+    chat = chat_of(model_of("llama", 400), leave=60)
     before = list(chat.token_ids)
-    with pytest.raises(PromptError, match="context is 700: the message is not set"):
+    with pytest.raises(PromptError, match="context is 400: the message is not set"):
         chat.system = "Be brief. " * 80
     assert (chat.system, chat.token_ids) == (None, before)
     list(chat.ask("Who?", replace(SETTINGS, max_new_tokens=1000)))
     assert (chat.last.finish_reason, chat.num_free) == ("context", 0)
     for ask in (chat.ask, chat.require_room):
-        with pytest.raises(PromptError, match="the model's context is 700: no room is left for an answer"):
+        with pytest.raises(PromptError, match="the model's context is 400: no room is left for an answer"):
             ask("Why?")
     chat.undo()
     assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens
@@ -236,7 +234,7 @@ def test_texts_that_end_an_answer_are_never_shown():
     # Pieces are words, and some of these texts begin in one and end in the next.
     ends_of_words = [end for end in range(4, len(text) - 6) if text[end].isspace()]
     assert ends_of_words
-    for start in [*range(2, len(text) - 6, 20), *(end - 3 for end in ends_of_words)]:
+    for start in (2, len(text) // 2, *(end - 3 for end in ends_of_words[:3])):
         stop = text[start : start + 6]
         chat.undo()
         chat.settings = replace(settings, stop=("never there", stop))
@@ -248,7 +246,7 @@ def test_texts_that_end_an_answer_are_never_shown():
 # The system message
 
 
-@pytest.mark.parametrize("cache", ["stock", "dynamic", "offloaded", "8 bits"])
+@pytest.mark.parametrize("cache", ["stock", "dynamic", "8 bits"])
 def test_a_system_message_set_later_equals_one_set_at_the_start(cache: str):
     first, later = chat_of(system="Be brief.", **CACHES[cache]), chat_of(**CACHES[cache])
     later.read()

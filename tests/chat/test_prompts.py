@@ -130,6 +130,7 @@ def test_templates_that_change_questions_are_refused():
     [CHATML.replace("message['content']", "message['content'] | trim"), "Be kind.\n" + CHATML, None],
     ids=["trims", "adds a message", "none"],
 )
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])
 def test_any_template_has_answers_of_generate(has_document: bool, template: str | None):
     tokenizer = templates(template)

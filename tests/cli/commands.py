@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from click.testing import Result
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from hf_hybrid_cache.cli.app import app
 
 HEAVY = {"torch", "transformers", "numba"}
+MARK = "\0ended\n"
 SHORT = ("--device", "cpu", "--dtype", "float32")
 
 
@@ -42,20 +43,35 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def without_heavy(*arguments: object, code: int = 2, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, which imports nothing heavy."""
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def without_heavy(*commands: Sequence[object]) -> list[Ended]:
+    """Run commands in a process of its own, which imports nothing heavy."""
     program = f"""
-import sys
+import json, sys
 from hf_hybrid_cache.cli import main
-try:
-    main()
-finally:
-    assert not {HEAVY} & set(sys.modules)
+for command in json.loads(sys.argv.pop()):
+    sys.argv[1:] = command
+    try:
+        main()
+    except SystemExit as ended:
+        for stream in sys.stdout, sys.stderr:
+            print(ended.code or 0, end={MARK!r}, file=stream)
+assert not {HEAVY} & set(sys.modules)
 """
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, stdin=subprocess.DEVNULL)
-    assert (done.returncode, "AssertionError" in done.stderr) == (code, False), done.stderr
-    return done
+    given = json.dumps([list(map(str, command)) for command in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", program, given], capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    pairs = zip(done.stdout.split(MARK)[:-1], done.stderr.split(MARK)[:-1], strict=True)
+    return [Ended(int(out[-1]), out[:-1], said[:-1]) for out, said in pairs]
 
 
 def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:

@@ -71,10 +71,7 @@ def test_settings_hold_until_they_are_set_back_to_their_defaults(model: Path):
 
 IN_VAIN = {
     "/set top_p 0.9": "top_p is for sampling: give a temperature, such as 0.7, or drop it.",
-    "/set max_new_tokens 0": "max_new_tokens must be 1 or more, got 0.",
-    "/set max_new_tokens 1.5": "max_new_tokens must be a whole number, got '1.5'.",
     "/set temperature hot": "temperature must be a number, got 'hot'.",
-    "/set temperature nan": "temperature must be a number from 0 on, got nan.",
     "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
     "/system": "Say what the message is: /system TEXT",
     f"/system {'brief ' * 12_000}": "context is 65,536: the message is not set",
@@ -97,18 +94,15 @@ def test_what_is_typed_in_vain_is_told_and_changes_nothing(model: Path, report: 
 def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
     source = ["--document", report]
     wrong, right = (converse(model, source, question).stdout for question in ("Who?", "Where?"))
-    talk = converse(model, source, "Who?", "/undo", "Where?", "/retry", "/forget", "Where?", "/undo", "/undo")
-    assert talk.stdout == wrong + right * 3
+    quoted = '"""', "/quit", "now", '"""', "/undo"  # may look like a command
+    undone = "/undo", *quoted, "/undo"
+    talk = converse(model, source, "Who?", "/undo", "Where?", "/retry", "/forget", "Where?", *undone)
+    assert talk.stdout.startswith(wrong + right * 3)
+    assert "taken back: /quit\nnow" in talk.stderr
     assert talk.stderr.count("taken back: W") == 2
     assert talk.stderr.count("Nothing was asked yet.") == 1
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
-
-
-def test_a_question_in_triple_quotes_may_look_like_a_command(model: Path):
-    talk = converse(model, [], '"""', "/quit", "now", '"""', "/undo", '"""exit"""', "/undo")
-    assert "taken back: /quit\nnow" in talk.stderr
-    assert "taken back: exit" in talk.stderr
 
 
 def test_stats_tell_tokens_and_speed(model: Path, report: Path):
@@ -155,10 +149,10 @@ def test_other_options_than_were_stored_are_refused_by_name(model: Path, tmp_pat
     converse(model, ["--store", tmp_path, "--bits", "8"], "Who?")
     refused = {"--bits": "4", "--model": "other", "--weights": "8", "--cache": "dynamic", "--dtype": "float32"}
     begun = {"--bits": "with --bits 8", "--model": f"with --model {model}", "--cache": "with --cache quantized"}
-    for name, value in refused.items():
-        done = without_heavy("chat", "--store", tmp_path, "--resume", name, value)
+    commands = (["chat", "--store", tmp_path, "--resume", name, value] for name, value in refused.items())
+    for (name, value), ended in zip(refused.items(), without_heavy(*commands), strict=True):
         how = begun.get(name, f"without {name}")
-        assert f"error: {name} {value}: Who? was begun {how}, and goes on so: drop {name}" in done.stderr
+        assert f"error: {name} {value}: Who? was begun {how}, and goes on so: drop {name}" in ended.stderr
 
 
 def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_path: Path):
@@ -171,14 +165,6 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
         assert "last question: Who?" in converse(model, [*resume, which]).stderr
     assert "last question: Who?" in converse(model, resume).stderr  # it was used last
     assert "names none of 2" in error_of("chat", *resume, 9)
-    command = ["-m", "hf_hybrid_cache.cli", "chat", *resume, "--device", "cpu", "--no-history"]
-    with Terminal(*command, OMP_NUM_THREADS="1") as terminal:
-        shown = terminal.wait_for("which one?")
-        assert [title in shown for title in ("report.txt: Who?", "report.txt: Where?")] == [True, True]
-        terminal.enter("7")
-        terminal.wait_for("'7' names none of 2")
-        terminal.enter("2")
-        terminal.wait_for("last question: Where?")
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")
@@ -191,6 +177,8 @@ def test_a_conversation_goes_on_when_the_disk_is_full(
     talk = converse(model, ["--document", report, "--store", tmp_path / "prompts"], "Who?", "Where?")
     assert talk.stdout == without_store.stdout
     assert talk.stderr.count("the conversation is not kept: ") == 1
+    given = ["--document", report, "--store", tmp_path / "small", "--store-max", "1KiB"]
+    assert "Raise --store-max, " in converse(model, given, "Who?").stderr
 
 
 # At a terminal
@@ -200,10 +188,17 @@ def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
     # Every token is a word, which is shown at once.
     model = model_in(tmp_path, 2**16, word_tokenizer())
     (tmp_path / "report.txt").write_text("w1 w2 " * 50)
-    options = ["--document", tmp_path / "report.txt", "--device", "cpu", "--max-new-tokens", 40_000]
-    command = ["-m", "hf_hybrid_cache.cli", "chat", "--model", model, *options]
-    with Terminal(*command, HF_HYBRID_CACHE_HOME=str(tmp_path)) as terminal:
-        terminal.wait_for("/help lists what else can be typed")
+    store = ["--store", tmp_path / "store"]
+    for question in ("w3", "w4"):
+        converse(model, ["--document", tmp_path / "report.txt", *store], question)
+    command = ["-m", "hf_hybrid_cache.cli", "chat", *store, "--resume", "--device", "cpu", "--max-new-tokens", 40_000]
+    with Terminal(*command, HF_HYBRID_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1") as terminal:
+        shown = terminal.wait_for("which one?")
+        assert [title in shown for title in ("report.txt: w3", "report.txt: w4")] == [True, True]
+        terminal.enter("7")
+        terminal.wait_for("'7' names none of 2")
+        terminal.enter("2")
+        terminal.wait_for("last question: w3")
         for _ in range(2):
             terminal.wait_for(PROMPT)
             terminal.type(CTRL_C)

@@ -66,9 +66,6 @@ def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatc
     assert f"document: read {len(TEXT):,} of {len(TEXT):,} " in compared(*asked, "--context", "100000").stderr
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "different"),
-    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 2), ([5, 2], [1, 2], 1), ([1], [1, 2], 2), ([1, 2, 3], [1, 2], 3)],
-)
-def test_the_first_different_token_is_counted_from_one(ours: list[int], theirs: list[int], different: int | None):
-    assert compare.first_difference(ours, theirs) == different
+def test_the_first_different_token_is_counted_from_one():
+    for theirs, different in (([1, 2], None), ([1, 3], 2), ([5, 2], 1), ([1], 2), ([1, 2, 3], 3)):
+        assert compare.first_difference([1, 2], theirs) == different

@@ -73,9 +73,7 @@ def plain_answer(folder: Path, token_ids: list[int]) -> str:
 # Answers
 
 
-@pytest.mark.parametrize(
-    ("cache", "has_document"), [slow("stock", True), ("dynamic", True), slow("offloaded", True), ("dynamic", False)]
-)
+@pytest.mark.parametrize(("cache", "has_document"), [slow("stock", True), ("dynamic", True), ("offloaded", False)])
 def test_the_answer_of_a_cache_is_that_of_plain_generate(cache: str, has_document: bool, model: Path, report: Path):
     template = ChatTemplate(models.load(str(model), torch.float32, "cpu")[1])
     tokens = template.start(*[TEXT] * has_document) + template.first_question("Who?", after_document=has_document)
@@ -94,8 +92,13 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert (found["document_tokens"], found["read_tokens"]) == (len(TEXT), 100)
     assert (found["finish_reason"], found["answer_tokens"]) == ("length", 9)
     assert found["kv_device_bytes"] == 0 < found["kv_host_bytes"]
-    typed = answered(model, "--document", "-", "--question", "Who?", typed=TEXT)
-    assert typed["read_tokens"] == typed["document_tokens"] == len(TEXT)
+    result = generate(model, "--document", "-", "--question", "Who?", "--weights", 8, typed=TEXT)
+    *said, read, ended, took = result.stderr.splitlines()
+    assert "model: float32 on cpu" in said
+    assert read == "document: read 1,631 of 1,631 tokens"
+    assert ended == "ended at --max-new-tokens 9, which may be raised"
+    pattern = r"dynamic: first token after [\d.]+ s, [\d.]+ tokens/s, KV 0.0 MiB on the device, [\d.]+ MiB on the host"
+    assert re.fullmatch(pattern + r"; weights [\d.]+ MiB in 8 bits", took)
 
 
 def test_a_prompt_file_is_used_as_it_is_and_its_last_token_read_again(model: Path, report: Path, folder: Path):
@@ -118,6 +121,9 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     assert said.startswith(f"{begin}The answer knows nothing of the last {end}")
     assert "tokens were read (the model's context is 512). The" in generate(small, *asked).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
+    given = ["generate", "--model", small, "--device", "cpu"]
+    assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
+    assert "3 tokens are left for the document" in error_of(*given, *asked, "--max-new-tokens", "490")
 
 
 def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
@@ -143,46 +149,24 @@ def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
         assert re.search(rf"3 documents: (read )?150 of {total} tokens", result.stderr)
 
 
-# Remarks
-
-
-def test_remarks_tell_model_document_and_what_the_answer_took(model: Path, report: Path):
-    *said, read, ended, took = remarks(model, "--document", report, "--question", "Who?", "--weights", 8)
-    assert "model: float32 on cpu" in said
-    assert read == "document: read 1,631 of 1,631 tokens"
-    assert ended == "ended at --max-new-tokens 9, which may be raised"
-    pattern = r"dynamic: first token after [\d.]+ s, [\d.]+ tokens/s, KV 0.0 MiB on the device, [\d.]+ MiB on the host"
-    assert re.fullmatch(pattern + r"; weights [\d.]+ MiB in 8 bits", took)
-
-
 # Documents of a prefix store
 
 
-def test_a_document_is_only_kept_where_nothing_is_asked(model: Path, report: Path, folder: Path):
-    result = generate(model, "--document", report, "--store", folder)
-    assert result.stdout == ""
+def test_a_document_in_another_form_is_said_before_it_is_read(model: Path, report: Path, folder: Path):
+    kept = generate(model, "--document", report, "--store", folder, "--weights", "8")
+    assert kept.stdout == ""
     (stored,) = PrefixStore(folder).prompts()
-    assert f"{len(stored.token_ids):,} tokens are read and kept in {folder} in " in result.stderr
-    assert (stored.title, stored.is_conversation) == ("report.txt", False)
-    assert stored.details["model"] == str(model)
-
-
-@pytest.mark.parametrize(
-    ("stored", "given", "said"),
-    [
-        (["--bits", "8"], ["--bits", "4"], "with --bits 8, which takes it from there; with --bits 4 it is read anew"),
-        ([], ["--bits", "2"], "without --bits, which takes it from there; with --bits 2 it is read anew"),
-        (["--weights", "8"], [], "with --weights 8, which takes it from there; without --weights it is read anew"),
-    ],
-)
-def test_a_document_in_another_form_is_said_before_it_is_read(
-    stored: list[str], given: list[str], said: str, model: Path, report: Path, folder: Path
-):
-    generate(model, "--document", report, "--store", folder, *stored)
+    assert f"{len(stored.token_ids):,} tokens are read and kept in {folder} in " in kept.stderr
+    assert (stored.title, stored.is_conversation, stored.details["model"]) == ("report.txt", False, str(model))
     asked = ["--document", report, "--question", "Who?", "--store", folder]
-    lines = remarks(model, *asked, *given)
-    assert lines.index(f"{folder} has report.txt {said}") < len(lines) - 2
-    assert not any("it is read anew" in line for line in remarks(model, *asked, *given))
+    for given, said in (
+        ([], "with --weights 8, which takes it from there; without --weights it is read anew"),
+        (["--bits", "4"], "without --bits, which takes it from there; with --bits 4 it is read anew"),
+        (["--bits", "8"], "with --bits 4, which takes it from there; with --bits 8 it is read anew"),
+    ):
+        lines = remarks(model, *asked, *given)
+        assert lines.index(f"{folder} has report.txt {said}") < len(lines) - 2, lines
+        assert not any("it is read anew" in line for line in remarks(model, *asked, *given))
 
 
 def test_what_a_folder_has_is_explained_only_if_asked(model: Path, report: Path, folder: Path):
@@ -197,17 +181,6 @@ def test_what_a_folder_has_is_explained_only_if_asked(model: Path, report: Path,
     assert any("stored and not used: codecs" in line for line in remarks(model, *asked, "--bits", "8", "--explain"))
 
 
-# Mistakes
-
-
-def test_a_prompt_beyond_the_model_is_refused_with_the_numbers(small: Path, report: Path):
-    given = ["generate", "--model", small, "--device", "cpu"]
-    assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
-    asked = [*given, "--document", report, "--question", "Who?", "--max-new-tokens"]
-    assert "the model's context is 512: ask for shorter answers" in error_of(*asked, "512")
-    assert "3 tokens are left for the document, and the prompt takes 6 without it" in error_of(*asked, "490")
-
-
 # Experts in host memory
 
 
@@ -216,7 +189,6 @@ def test_a_prompt_beyond_the_model_is_refused_with_the_numbers(small: Path, repo
     [
         ("--experts host", None),
         ("--experts host --expert-bits 4", {"bits": 4, "only_experts": True}),
-        ("--weights 8", {"bits": 8}),
     ],
 )
 def test_a_model_with_experts_answers_as_one_that_is_loaded_so(

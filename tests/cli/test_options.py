@@ -8,8 +8,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_hybrid_cache import DynamicHybridCache
-from hf_hybrid_cache.cli.console import consoles, exit_codes
 from hf_hybrid_cache.cli.options import (
     EXCLUDING,
     Answer,
@@ -22,8 +20,6 @@ from hf_hybrid_cache.cli.options import (
     option,
     with_options,
 )
-
-from models.tiny_models import random_prompt, tiny_model
 
 app = typer.Typer()
 given: dict[type, Any] = {}
@@ -95,12 +91,3 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(first: str
     options = f"{first} {VALUES.get(first, '')} {second} {VALUES.get(second, '')}"
     result = CliRunner().invoke(app, options.split())
     assert (result.exit_code, result.stderr) == (2, f"error: {way_out}\n")
-
-
-@pytest.mark.filterwarnings("default:The prompt is read, and not kept", "ignore:The prompt has .* context is 512")
-def test_a_store_without_room_is_told_by_the_name_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    store, model = Store(tmp_path / "prompts", "1KiB").open(), tiny_model("llama")
-    assert store is not None
-    with exit_codes(consoles()[1]):
-        store.prefill(model, random_prompt(1, 200), DynamicHybridCache(model.config), progress=False)
-    assert "Raise --store-max, " in capsys.readouterr().err

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from rich.console import Console
 
@@ -71,7 +70,6 @@ def test_an_interrupt_comes_at_once_while_a_thread_computes(
         (1.0, 0.1, {}, None),
         (0.1, 1.0, {}, None),
         (math.nan, 1.0, {}, None),
-        (1.0, math.nan, {}, None),
         (1.0, 1.0, {"GOMP_SPINCOUNT": "9"}, "9"),
         (1.0, 1.0, {"OMP_WAIT_POLICY": "active"}, None),
     ],
@@ -79,12 +77,9 @@ def test_an_interrupt_comes_at_once_while_a_thread_computes(
 def test_waiting_threads_sleep_where_others_are_busy_unless_chosen(
     busy: float, load: float, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, given.get(name, ""))  # so that it is as before afterwards
-        if name not in given:
-            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", given)
     let_waiting_threads_sleep(busy, load)
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
+    assert given.get("GOMP_SPINCOUNT") == spins
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full and a POSIX shell")
@@ -111,7 +106,6 @@ def test_version_and_help_are_printed():
     [
         (HostMemoryError("2.0 GiB are needed and 1.0 GiB are free."), 2, "2.0 GiB are needed"),
         (MemoryError(), 2, "Out of memory"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 2, "CUDA out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "can't allocate memory"),
         (HybridCacheError("A title\x1b[2J"), 2, "A title[2J"),
         (KeyboardInterrupt(), 130, None),

@@ -23,8 +23,6 @@ SOURCES = sorted(FOLDER.glob("*.ipynb"))
 # Two folders or more from the root, or from a drive, but not the end of an address or of a tag.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<~])/\w[\w.-]*/\w|\b[A-Z]:\\\w")
 
-each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -69,9 +67,9 @@ def test_a_notebook_runs_from_top_to_bottom(source: Path, tmp_path: Path):
     assert [(cell.id, cell.source) for cell in executed.cells] == [(cell.id, cell.source) for cell in committed.cells]
 
 
-@each_notebook
-def test_a_committed_notebook_shows_what_it_prints_and_draws(source: Path):
-    check_outputs(nbformat.read(source, as_version=4))
+def test_a_committed_notebook_shows_what_it_prints_and_draws():
+    for source in SOURCES:
+        check_outputs(nbformat.read(source, as_version=4))
 
 
 def test_the_quickstart_copies_into_a_program_of_ones_own():

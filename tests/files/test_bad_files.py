@@ -60,23 +60,16 @@ def hide_attributes(described: Any) -> None:
 
 
 VERSION = "and this version of hf_hybrid_cache reads 7. Use the version that wrote it"
-NO_SQUARES = "there are no means of squares of queries)."
+
 # Arguments of `good_file`, what is done to the file, and what is then said of it, wherever it is loaded.
 DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
-    "earlier version": ({}, with_header(__metadata__={"format_version": "5"}), f"has format version '5', {VERSION}"),
-    "later version": ({}, with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
-    "no document": ({}, document_of(0), "a cache (its document has 0 tokens, the file 200)."),
+    "other version": ({}, with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
     "longer document": ({}, document_of(201), "a cache (its document has 201 tokens, the file 200)."),
     "uncounted document": ({}, document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),
     "squares of another type": (
         {"bits": 4, "num_tokens": 9},
         with_header(**{"codecs.1/squares": {"dtype": "I32"}}),
-        f"does not describe a cache (codecs.1: {NO_SQUARES}",
-    ),
-    "queries not counted by integers": (
-        {"bits": 4, "num_tokens": 9},
-        with_header(**{"codecs.0/number": {"dtype": "F64"}}),
-        f"does not describe a cache (codecs.0: {NO_SQUARES}",
+        "does not describe a cache (codecs.1: there are no means of squares of queries).",
     ),
     "attribute of all objects": (
         {"family": "gemma3"},
@@ -104,7 +97,6 @@ DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
         rewritten(numbers(num_kv_heads=0, states=2**36), without_token_ids),
         "there are no states in States(",
     ),
-    "no sequences": ({}, rewritten(numbers(batch=0, prefixes=0), without_token_ids), "there are no states in States("),
     "fewer tokens than ids": ({}, rewritten(numbers(states=199)), "199 tokens of 1 in layer 3, and 200 ids"),
 }
 
@@ -146,15 +138,12 @@ def test_one_altered_bit_is_said_to_be_of_its_section(
     HybridCache.load(path, config, mmap=mmap)
 
 
-def test_folders_missing_files_and_pipes_are_named_as_such(tmp_path: Path):
+def test_what_is_no_file_of_the_model_here_is_named(tmp_path: Path):
     assert error_of(tmp_path) == "is not a regular file."
     assert error_of(tmp_path / "none.kv") == "cannot be read: No such file or directory."
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
         assert error_of(tmp_path / "pipe") == "is not a regular file."
-
-
-def test_another_model_is_refused_with_what_differs(tmp_path: Path):
     path, other = good_file(tmp_path), copy.deepcopy(CONFIG)
     other.num_key_value_heads = 4
     other.rope_parameters = {"rope_theta": 500.0, "rope_type": "default"}
@@ -162,12 +151,8 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path):
     differs = "is of another model: num_key_value_heads is 2 in the file and 4 in the model; rope_param"
     assert message.startswith(differs)
     assert "hidden_size" not in message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_here_is_refused_with_the_way_out(tmp_path: Path):
-    message = error_of(good_file(tmp_path), device="cuda:0")
-    assert "there is no device cuda:0 here; pass device='cpu'" in message
+    if not torch.cuda.is_available():
+        assert "there is no device cuda:0 here; pass device='cpu'" in error_of(path, device="cuda:0")
 
 
 # Writing
@@ -190,7 +175,7 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError, CacheFileError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CacheFileError])
 def test_whatever_ends_the_writing_leaves_the_older_file(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -201,16 +186,15 @@ def test_whatever_ends_the_writing_leaves_the_older_file(
     before, made = Store.rows, list[Store]()
 
     def rows(store: Store, name: str, start: int) -> Any:
-        if made:
+        if made and error is KeyboardInterrupt:
             raise error
         made.append(store)
         return before(store, name, start)
 
-    if error is CacheFileError:
-        ending: Any = limited("RLIMIT_FSIZE", 50_000)
-    else:
-        ending = contextlib.nullcontext(monkeypatch.setattr(Store, "rows", rows))
-    with ending, pytest.raises(error, match="File too large" if error is CacheFileError else None):
+    monkeypatch.setattr(Store, "rows", rows)
+    is_full = error is CacheFileError
+    with limited("RLIMIT_FSIZE", 50_000) if is_full else contextlib.nullcontext(), pytest.raises(error) as ended:
         full.save(path)
+    assert ("File too large" in str(ended.value)) == is_full
     assert path.read_bytes() == b"older"
     assert list(tmp_path.iterdir()) == [path]

@@ -1,8 +1,6 @@
 """Files of tensors are written as a stream, read without torch, and refused where a byte of them is another one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,20 +61,16 @@ def error_of(path: Path) -> str:
     return raised.value.reason
 
 
-@pytest.mark.parametrize("alignment", [64, 4096])
-def test_tensors_are_read_as_written_each_at_its_border(alignment: int, tmp_path: Path):
-    written(tmp_path / "file", alignment)
-    assert read(tmp_path / "file") == {**DATA, "b": b"xy"}
-    with opened(tmp_path / "file") as file:
-        assert file.metadata["what"] == "a test"
-        assert {name: each.form for name, each in file.tensors("a").items()} == FORMS
-        assert all(file.place_of(each) % alignment == 0 for each in file.tensors("a").values())
-    of_safetensors = load_file(tmp_path / "file")
-    assert of_safetensors["a/one"].tobytes() == DATA["a/one"]
-
-
-def test_rows_that_are_not_kept_and_tensors_without_memory_are_passed_over(tmp_path: Path):
-    written(tmp_path / "file")
+def test_tensors_are_read_as_written_each_at_its_border(tmp_path: Path):
+    for alignment in (64, 4096):
+        written(tmp_path / "file", alignment)
+        assert read(tmp_path / "file") == {**DATA, "b": b"xy"}
+        with opened(tmp_path / "file") as file:
+            assert file.metadata["what"] == "a test"
+            assert {name: each.form for name, each in file.tensors("a").items()} == FORMS
+            assert all(file.place_of(each) % alignment == 0 for each in file.tensors("a").values())
+    assert load_file(tmp_path / "file")["a/one"].tobytes() == DATA["a/one"]
+    # Rows that are not kept, and tensors without memory, are passed over.
     kept, others = memoryview(bytearray(20)), memoryview(bytearray(20))
     with opened(tmp_path / "file") as file:
         for verify in (True, False):
@@ -123,16 +117,10 @@ WRONG = "is not the file"
 ALTERED = "was altered: "
 # Headers with checksums that fit, and what is said of them; data of four bytes is before the checksum if it is `AFTER`.
 HEADERS = {
-    "list": ("[]", NO_FILE),
     "surrogate": ("\ud800", NO_FILE),
-    "number": ('{"a": NaN}', NO_FILE),
     "deep": ("[" * 100_000, NO_FILE),
-    "no entry": ('{"a": 1}', NO_FILE),
     "metadata of numbers": ('{"__metadata__": {"format": 1}}', NO_FILE),
-    "negative": (f"{{{entry(start=-4, end=0)}}}", NO_FILE),
-    "too short": (f"{{{entry(end=3)}}}", NO_FILE),
     "overflow": (f"{{{entry(shape=[2**62, 2**62])}}}", NO_FILE),
-    "fraction": (f"{{{entry(shape=[4.0])}}}", NO_FILE),
     "gap": (f"{{{entry(start=1, end=5)}}}", NO_FILE),
     "shared bytes": (f"{{{TENSOR}, {entry('b')}}}", NO_FILE),
     "complex": (f"{{{entry(dtype='C64', shape=[1], end=8)}}}", "C64"),
@@ -140,7 +128,6 @@ HEADERS = {
     "huge and empty": (f"{{{entry(shape=[0, 2**62, 2**62], end=0)}, {CHECKSUM}}}", WRONG),
     "too many sizes": (f"{{{entry(shape=[0] * 99, end=0)}, {CHECKSUM}}}", WRONG),
     "checksum first": (f"{{{CHECKSUM}, {EMPTY}}}", OTHER),
-    "checksum of another type": (f"{{{entry('checksum', 'F32', [1])}}}", OTHER),
     "padding": (f"{{{entry('a/padding.0')}, {AFTER}}}", ALTERED + "a does"),
     "line end": (f"{{{entry(chr(92) + 'n')}, {AFTER}}}", ALTERED + "\N{REPLACEMENT CHARACTER} does"),
     "escapes": (f"{{{entry(chr(92) + 'u001b[31m', start=1, end=5)}}}", NO_FILE),
@@ -179,15 +166,3 @@ def test_types_without_a_name_in_a_file_are_refused():
     with pytest.raises(ValueError, match="complex64 cannot be saved; only float64, "):
         tensor_file.dtype_name(np.dtype(np.complex64))
     assert TensorForm(tensor_file.dtype_name(np.dtype(np.int16)), (2, 3)).num_bytes == 2 * 3 * 2
-
-
-def test_files_are_read_without_torch(tmp_path: Path):
-    written(tmp_path / "file")
-    program = """
-import sys
-from hf_hybrid_cache.files.tensor_file import TensorFile
-with TensorFile(sys.argv[1], open(sys.argv[1], "rb", buffering=0)) as file:
-    file.read("a", {})
-assert not {"torch", "transformers"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], check=True, timeout=300)

@@ -8,16 +8,13 @@ import pytest
 from experiments import stock_tests
 
 CHECKOUT = """
-    import torch
     from transformers import LlamaConfig
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     CONFIG = LlamaConfig(num_hidden_layers=1)
 
     def test_of_any_cache():
-        cache = DynamicCache(config=CONFIG)
-        cache.update(torch.zeros(1, 1, 3, 16), torch.zeros(1, 1, 3, 16), 0)
-        assert isinstance(cache, DynamicCache) and cache.get_seq_length() == 3
+        assert DynamicCache(config=CONFIG).get_seq_length() == 0
 
     def test_of_a_type_of_layer():
         assert type(DynamicCache(config=CONFIG).layers[0]) is DynamicLayer

@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicCache
 
 from experiments.common.told_process import EndedError
 from experiments.experts.random_experts import random_model
-from experiments.peers import llama_cpp, llama_process
+from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import write_model
 from experiments.peers.llama_cpp import FORMS
-from experiments.peers.llama_process import KV_FORMS, BestOptions, LlamaProcess, Settings
-from experiments.peers.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
+from experiments.peers.llama_process import LlamaProcess, Settings
+from experiments.peers.step_rows import ROWS, fitting, groups, over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -76,8 +76,9 @@ def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: i
 
 
 @needs_llama_cpp
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("context", "copies"), [(None, 1), (60, 1), (61, 2), (180, 3), (200, 4)])
+@pytest.mark.parametrize(("context", "copies"), [(None, 1), (61, 2), (180, 3)])
 def test_llama_cpp_says_what_the_model_says(
     model: PreTrainedModel, file: Path, form: str, context: int | None, copies: int
 ):
@@ -105,34 +106,6 @@ def test_a_process_times_steps_or_tells_why_not(file: Path):
     process.close()
     with pytest.raises(EndedError, match=r"llama.cpp cannot load .*missing"):
         LlamaProcess(sys.executable, replace(settings, file=f"{file}-missing"))
-
-
-def test_best_options_are_looked_for_once_among_what_runs(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Settings] = []
-
-    class FakeProcess:
-        def __init__(self, python: str, settings: Settings):
-            asked.append(settings)
-            if settings.repacked:
-                raise EndedError("ended by SIGILL")
-            self._seconds = settings.context / (2 if settings.form.flash else 1)
-
-        def step(self, token: int) -> float:
-            return self._seconds
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(llama_process, "LlamaProcess", FakeProcess)
-    options = BestOptions(dict.fromkeys(LIBRARIES, "python"), {8: Path("8.gguf"), 4: Path("4.gguf")}, threads=1)
-    for bits in (16, 8, 16):
-        found = options.settings(Row("llama.cpp", 8, bits), 1000, steps=5)
-        assert found == Settings("llama.cpp", "8.gguf", False, KV_FORMS[bits]["flash"], 1000, 5, 1)
-    of_weights = {"as in the file": 256, "repacked": "ended by SIGILL"}
-    of_attention = {"plain": 1000, "flash": 500}
-    tried = {"llama.cpp W8": of_weights, "llama.cpp W4": of_weights, "llama.cpp KV16, 1,000 tokens": of_attention}
-    assert options.tried == tried
-    assert len(asked) == 6
 
 
 def test_rows_are_grouped_to_fit_memory_and_compared_by_a_shared_one():
