@@ -194,9 +194,17 @@ def test_tied_weights_count_once_and_differ_from_equal_ones():
     assert identity(tied) == identity(new_llama(tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3000, 700), (1500, 2, 701), (2, 3, 300_000)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "num_threads"),
+    [
+        ((), torch.float32, 1),
+        ((0, 3), torch.bool, 2),
+        ((5,), torch.complex128, 1),
+        ((3000, 700), torch.bfloat16, 2),
+        ((1500, 2, 701), torch.float32, 2),
+        ((2, 3, 300_000), torch.float8_e4m3fn, 1),
+    ],
+)
 def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int):
     size = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -231,13 +239,12 @@ def test_a_model_that_another_process_loads_has_the_same_identity(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_weights_are_the_same_if_loaded_or_made(bits: int, tmp_path: Path):
+def test_quantized_weights_are_the_same_if_loaded_or_made(tmp_path: Path):
     model = new_llama()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(bits)).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(4)).eval()
     plain = identity(model)
-    quantize_weights(model, bits)
+    quantize_weights(model, 4)
     assert differing(identity(model), plain) == {"weights"}
     assert differing(identity(loaded), identity(model)) == set()
 
@@ -250,8 +257,7 @@ def test_quantized_weights_of_other_codes_differ():
     assert len({identity(model).fields["weights"] for model in models}) == 4
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "bits"), [("mixtral", None), ("qwen3_moe", 4)])
 def test_host_experts_are_told_by_their_numbers(family: str, bits: int | None):
     models = [expert_model(family) for _ in range(3)]
     [*_, last] = (weight for weight in models[2].parameters() if weight.dim() == 3)

@@ -129,10 +129,8 @@ def test_it_computes_with_its_codes_and_reads_no_weight_in_another_way(
         assert errors.max() < (5e-2 if name in CLOSE_CHOICES else 5e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_coded_while_it_is_loaded_it_is_that_which_is_quantized_afterwards(
-    architecture: Architecture, dtype: torch.dtype, tmp_path: Path
-):
+def test_coded_while_it_is_loaded_it_is_that_which_is_quantized_afterwards(architecture: Architecture, tmp_path: Path):
+    dtype = torch.bfloat16
     model = copy.deepcopy(architecture.model()).to(dtype)
     try:
         model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -143,7 +141,7 @@ def test_coded_while_it_is_loaded_it_is_that_which_is_quantized_afterwards(
     assert_as_quantized_afterwards(tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+@pytest.mark.parametrize("num_tokens", [1, 40])
 def test_its_experts_compute_what_they_do_one_after_the_other(architecture: Architecture, num_tokens: int):
     if not expert_modules(architecture.model()):
         pytest.skip(f"{architecture.name} has no stacked experts")

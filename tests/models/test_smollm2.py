@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("smollm2"),
 ]
 # Tokens of the prompt; both are several chunks, and end within a block.
-SHORT, LONG = 700, 2100
+SHORT, LONG = 400, 2100
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def smollm2(dtype: torch.dtype) -> tuple[PreTrainedModel, torch.Tensor]:
 def answer(dtype: torch.dtype, num_tokens: int, make_cache: MakeCache) -> list[torch.Tensor]:
     """Tokens and logits of a greedy answer."""
     model, ids = smollm2(dtype)
-    return generate(model, ids[:, :num_tokens], make_cache(model.config), max_new_tokens=24, prefill_chunk_size=600)
+    return generate(model, ids[:, :num_tokens], make_cache(model.config), max_new_tokens=12, prefill_chunk_size=300)
 
 
 @functools.cache

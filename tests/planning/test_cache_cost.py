@@ -62,63 +62,41 @@ def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "c
     read(model, cache, 1, 2, 1, device)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("codec", [None, *CODECS])
-@pytest.mark.parametrize("placement", ON_CPU)
 @pytest.mark.parametrize(
-    ("family", "context"),
+    ("family", "context", "placement", "codec", "continuations"),
     [
-        ("llama", 1024),
-        ("llama", 1087),
-        ("llama", 1089),
-        ("odd_head_dim", 1300),
-        ("gemma3", 1100),
-        ("gemma4_shared", 1100),
-        ("qwen3_next", 1100),
+        ("llama", 1024, "dynamic", None, 1),
+        ("llama", 1087, "streamed", "8", 1),
+        ("llama", 1091, "split", "4-2", 1),
+        ("llama", 1100, "streamed, two ahead", "2", 1),
+        ("llama", 1100, "split, streamed", None, 1),
+        ("odd_head_dim", 1300, "dynamic, torch attends", "8", 1),
+        ("gemma3", 1100, "split, streamed", "4-2", 1),
+        ("gemma4_shared", 1100, "dynamic", "2", 1),
+        ("qwen3_next", 1100, "streamed", None, 1),
+        ("deepseek_v3", 1100, "dynamic", None, 1),
+        ("deepseek_v3", 1100, "streamed", "8", 1),
+        ("llama", 600, "streamed", None, 3),
+        ("llama", 1700, "dynamic", "8", 3),
+        ("gemma3", 1300, "streamed", "4-2", 3),
     ],
 )
-def test_bytes_are_those_that_a_filled_cache_reports(family: str, context: int, placement: str, codec: str | None):
-    cache, cost = made_and_cost(family, ON_CPU[placement], codec, context)
-    fill(model_and_cost(family)[0], cache, context)
+def test_bytes_are_those_that_a_cache_reports_at_both_ends_of_an_answer(
+    family: str, context: int, placement: str, codec: str | None, continuations: int
+):
+    model, costs = model_and_cost(family)
+    cache, cost = made_and_cost(family, ON_CPU[placement], codec, context, continuations=continuations)
+    own_tokens = 2 if continuations == 1 else costs.own_tokens
+    read(model, cache, 1, context - own_tokens, CHUNK)
+    at_prompt = cache.memory()
+    cache.batch_repeat_interleave(continuations)
+    read(model, cache, continuations, own_tokens, 1 if continuations == 1 else 64)
     report = cache.memory()
     assert report.num_tokens == context
     assert cost.decode.device == report.device_bytes == 0
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("placement", "codec"), [("dynamic", None), ("dynamic, torch attends", "8"), ("streamed", None), ("streamed", "8")]
-)
-def test_bytes_of_latent_attention_are_those_of_a_cache_without_the_kernel(placement: str, codec: str | None):
-    cache, cost = made_and_cost("deepseek_v3", ON_CPU[placement], codec, 1100)
-    fill(model_and_cost("deepseek_v3")[0], cache, 1100)
-    assert cost.decode.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("codec", [None, *CODECS])
-@pytest.mark.parametrize("placement", ON_CPU)
-def test_planned_bytes_when_prompt_ends_then_equal_the_cache_report(placement: str, codec: str | None):
-    cache, cost = made_and_cost("llama", ON_CPU[placement], codec, 1100)
-    read(model_and_cost("llama")[0], cache, 1, 1100, CHUNK)
-    assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("codec", [None, *CODECS])
-@pytest.mark.parametrize("placement", ["dynamic", "streamed"])
-@pytest.mark.parametrize(("family", "context"), [("llama", 600), ("llama", 1700), ("gemma3", 1300)])
-def test_bytes_of_continuations_are_those_of_a_repeated_cache(
-    family: str, context: int, placement: str, codec: str | None
-):
-    model, costs = model_and_cost(family)
-    cache, cost = made_and_cost(family, ON_CPU[placement], codec, context, continuations=3)
-    fill(model, cache, context - costs.own_tokens)
-    at_prompt = cache.memory()
-    cache.batch_repeat_interleave(3)
-    read(model, cache, 3, costs.own_tokens, 64)
-    report = cache.memory()
-    assert report.num_tokens == context
-    assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
-    assert cost.prefill.host == pytest.approx(at_prompt.host_bytes, rel=0.03)
+    if family != "deepseek_v3":
+        assert cost.prefill.host == pytest.approx(at_prompt.host_bytes, rel=0.03)
 
 
 def test_continuations_are_planned_to_share_what_caches_share():
@@ -146,7 +124,7 @@ def test_continuations_are_planned_to_share_what_caches_share():
         assert sum(several.prefill) <= sum(single.prefill) or strategy == Strategy.CPU_DECODE
 
 
-@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("codec", [None, "8", "2"])
 def test_where_the_cpu_attends_to_a_share_no_more_is_held_than_is_planned(codec: str | None):
     """A slot may be smaller, which has held what is in full precision, or is filled with a share only."""
     placement = Placement(offload=True, cpu_decode=0.5, device_tokens=300)
@@ -155,9 +133,10 @@ def test_where_the_cpu_attends_to_a_share_no_more_is_held_than_is_planned(codec:
     assert cost.decode.host / 2 <= cache.memory().host_bytes <= cost.decode.host
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("context", [100, 1024, 1089, 2000])
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [("llama", 1089), ("gemma3", 500), ("gemma4_shared", 200), ("qwen3_next", 100), ("deepseek_v3", 100)],
+)
 def test_bytes_on_an_accelerator_are_those_that_the_cache_reports_there(family: str, context: int):
     """The meta device has no data, and is none of the CPU's."""
     _, costs = model_and_cost(family)

@@ -47,31 +47,23 @@ def llama(**sizes: object) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torch.dtype):
-    cost = model_cost(FAMILIES[family](), dtype, batch=2, chunk=CHUNK)
-    model = tiny_model(family, dtype)
+def test_weights_and_states_are_those_of_the_real_model(family: str):
+    cost, model = model_cost(FAMILIES[family](), torch.bfloat16, 2, CHUNK), tiny_model(family, torch.bfloat16)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(random_prompt(2, 5), **cache_argument(cache))
     full = {i: layer for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized}
     assert cost.weight_bytes == sum(weight.nbytes for weight in model.parameters())
     assert {index: (shape.keys, shape.values, shape.key_dtype) for index, shape in cost.shapes.items()} == {
-        i: ((*layer.keys.shape[:2], layer.keys.shape[3]), (*layer.values.shape[:2], layer.values.shape[3]), dtype)
+        i: (*((*states.shape[:2], states.shape[3]) for states in (layer.keys, layer.values)), layer.keys.dtype)
         for i, layer in full.items()
     }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bits", WEIGHT_BITS)
-def test_weights_in_few_bits_take_what_quantize_weights_reports(family: str, bits: int):
-    cost = model_cost(FAMILIES[family](), torch.bfloat16, chunk=CHUNK)
-    report = quantize_weights(copy.deepcopy(tiny_model(family, torch.bfloat16)), bits)
-    quantized = cost.quantized_weights[bits]
-    assert quantized.quantized_bytes == report.quantized_bytes
-    assert quantized.num_bytes == report.quantized_bytes + report.other_bytes
-    assert cost.weight_bytes == report.original_bytes + report.other_bytes
-    assert 0 < quantized.largest_matrix_bytes <= quantized.quantized_bytes * 16 / bits
+    for bits in WEIGHT_BITS:
+        report, quantized = quantize_weights(copy.deepcopy(model), bits), cost.quantized_weights[bits]
+        assert quantized.quantized_bytes == report.quantized_bytes
+        assert quantized.num_bytes == report.quantized_bytes + report.other_bytes
+        assert cost.weight_bytes == report.original_bytes + report.other_bytes
+        assert 0 < quantized.largest_matrix_bytes <= quantized.quantized_bytes * 16 / bits
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -95,7 +95,7 @@ class Talk:
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel, make: Callable[..., HybridCache], document: torch.Tensor):
-        self.make, self.length, self.new_tokens = make, document.shape[1], 70
+        self.make, self.length, self.new_tokens = make, document.shape[1], 20
         self.model, self.store, self.tokens = model, PrefixStore(folder), document
         self.cache = make(self.model.config)
         self.store.prefill(self.model, self.tokens, self.cache, document_tokens=self.length, progress=False)

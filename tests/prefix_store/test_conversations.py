@@ -8,7 +8,7 @@ import torch
 from hf_hybrid_cache.prefix_store import PrefixStoreError
 
 from .prompts import FORMS, Talk, hits
-from .test_families import KEPT, model_of, tokens
+from .test_families import model_of, tokens
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 # The models have short contexts, and kernels of other packages are not installed.
@@ -16,20 +16,23 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The prompt has .* context is", "ignore:No layer of this model", "ignore:The model has not used the cache"
 )
 
-LLAMA, DOCUMENT = tiny_model("llama"), random_prompt(1, 2300)
+LLAMA, DOCUMENT = tiny_model("llama"), random_prompt(1, 700)
 
 
 def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "nodes").iterdir())
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", *KEPT])
-def test_conversation_when_resumed_then_goes_on_to_the_bit(name: str, form: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(("full", "llama"), ("offloaded", "gemma3"), ("quantized", "gemma3"), ("quantized", "qwen3_next")),
+        *(("full", name) for name in ("FalconH1Config", "Lfm2Config", "Llama4TextConfig", "NemotronHConfig")),
+    ],
+)
+def test_conversation_when_resumed_then_goes_on_to_the_bit(form: str, name: str, tmp_path: Path):
     model = tiny_model(name) if name in FAMILIES else model_of(name)
-    talk = Talk(tmp_path, model, FORMS[form], DOCUMENT if name in FAMILIES else tokens(250, 0))
-    talk.new_tokens = 70 if name in FAMILIES else 6
+    talk = Talk(tmp_path, model, FORMS[form], DOCUMENT if name in FAMILIES else tokens(130, 0))
     for seed in (1, 2):
         talk.tokens = talk.said(20, seed)
         own_id = talk.keep(title="of two questions")
@@ -37,24 +40,19 @@ def test_conversation_when_resumed_then_goes_on_to_the_bit(name: str, form: str,
     assert stored == talk.stored(own_id)
     assert stored.token_ids.tolist() == talk.tokens[0].tolist()
     assert (stored.document_tokens, stored.title, stored.is_conversation) == (talk.length, "of two questions", True)
-    talk.assert_goes_on_alike(stored, 20, seed=3)
+    talk.assert_goes_on_alike(stored, 40, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("family", "length", "questions"),
-    [("llama", 100, (90, 90)), ("llama", 20, (20, 20, 200)), ("gemma3", 20, (20, 20, 200))],
-)
-def test_conversation_when_codecs_are_chosen_late_then_goes_on(
-    family: str, length: int, questions: tuple[int, ...], tmp_path: Path
-):
-    talk, own_id = Talk(tmp_path, tiny_model(family), FORMS["quantized"], DOCUMENT[:, :length]), None
-    for seed, count in enumerate(questions):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_conversation_when_codecs_are_chosen_late_then_goes_on(family: str, tmp_path: Path):
+    talk, own_id = Talk(tmp_path, tiny_model(family), FORMS["quantized"], DOCUMENT[:, :20]), None
+    for seed, count in enumerate((20, 50, 200)):
         own_id = talk.keep(replaces=own_id)
         talk.assert_goes_on_alike(talk.stored(own_id), count, seed)
 
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
-    talk = Talk(tmp_path, LLAMA, FORMS["full"], DOCUMENT)
+    talk = Talk(tmp_path, LLAMA, FORMS["full"], random_prompt(1, 2300))
     of_document, talk.tokens = num_bytes(tmp_path), talk.said(130)
     talk.keep()
     # And what is stored again of the block that the document ends in, and the rest of the last block.
@@ -83,14 +81,13 @@ def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_pa
     of_third = talk.keep()
     for own_id, said in ((of_second, second), (of_third, third)):
         assert list(talk.stored(own_id).token_ids) == said[0].tolist()
-    talk.new_tokens = 6
     talk.assert_goes_on_alike(talk.stored(of_third), 9, seed=4)
 
 
 @pytest.mark.parametrize("form", ["full", "quantized"])
 def test_conversation_when_kept_twice_at_a_border_then_is_one(form: str, tmp_path: Path):
     talk = Talk(tmp_path, LLAMA, FORMS[form], DOCUMENT)
-    talk.tokens = talk.said(63)
+    talk.tokens = talk.said(64 * 12 + 1 - talk.length - talk.new_tokens)
     assert talk.cache.get_seq_length() % 64 == 0
     ids = [talk.keep() for _ in range(2)]
     (stored,) = talk.store.prompts()
@@ -109,7 +106,7 @@ def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
         talk.store.resume(talk.model, stored, FORMS["full"](talk.model.config))
 
 
-@pytest.mark.parametrize("length", [90, 2100])
+@pytest.mark.parametrize("length", [90, 600])
 def test_document_when_its_last_pass_is_short_then_no_prompt_finds_it(length: int, tmp_path: Path):
     talk = Talk(tmp_path / "store", LLAMA, FORMS["full"], DOCUMENT[:, :length])
     talk.tokens = talk.said(30)

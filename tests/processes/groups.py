@@ -11,7 +11,6 @@ An error of a function is raised where its answer is waited for, with the trace 
 
 import os
 import socket
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,18 +31,10 @@ NEEDS_GROUPS = pytest.mark.skipif(
 
 
 class Group:
-    """
-    Processes in a group of `torch.distributed`, with one thread each. A context manager.
+    """So many processes in a group of `torch.distributed`, with one thread each. A context manager."""
 
-    Args:
-        size: how many.
-        has_host: whether the first process keeps what all of them meet by, which is in a file otherwise.
-    """
-
-    def __init__(self, size: int, has_host: bool = False):
-        context = get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        meeting = f"tcp://127.0.0.1:{free_port()}" if has_host else f"file://{self._folder.name}/store"
+    def __init__(self, size: int):
+        context, meeting = get_context("spawn"), f"tcp://127.0.0.1:{free_port()}"
         self.pipes, self.processes, self.is_in_step = [], [], True
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -60,7 +51,6 @@ class Group:
             process.kill()
         for process in self.processes:
             process.join()
-        self._folder.cleanup()
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Let all processes call a function of a module, by its name."""

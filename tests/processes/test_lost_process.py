@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop and kill processes"),
     NEEDS_GROUPS,
 ]
-SIZE = 3
 
 
 def lost_at_call(number: int, lost_rank: int, at: int) -> Callable[..., None]:
@@ -55,26 +54,30 @@ def generate(bits: int | None, number: int, lost_rank: int, at: int) -> None:
     model.generate(random_prompt(1, 300), **cache_argument(cache), max_new_tokens=50, do_sample=False)
 
 
-def require_errors_of_others(group: Group, lost_rank: int) -> None:
-    for rank in {*range(SIZE)} - {lost_rank}:
+def start_and_require_errors(group: Group, lost_rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Let all but the lost process end with an error that names them; the group is not used again."""
+    group.is_in_step = False
+    group.start(function, *arguments)
+    for rank in {*range(len(group.pipes))} - {lost_rank}:
         with pytest.raises(LostProcessError, match=rf"Start all of them again; .* \(Rank {rank}: "):
             group.answer(rank)
 
 
 @pytest.mark.parametrize(
-    ("number", "lost_rank", "has_host", "at"),
+    ("number", "lost_rank", "bits", "at"),
     [
-        (signal.SIGKILL, 2, True, 7),
-        slow(signal.SIGKILL, 0, True, 9),
-        slow(signal.SIGKILL, 1, False, 1),
-        slow(signal.SIGSTOP, 0, True, 8),
-        slow(signal.SIGSTOP, 2, False, 20),
+        (signal.SIGKILL, 2, 8, 7),
+        slow(signal.SIGKILL, 0, 8, 9),
+        slow(signal.SIGKILL, 1, None, 1),
+        slow(signal.SIGSTOP, 0, 8, 8),
+        slow(signal.SIGSTOP, 2, None, 20),
     ],
 )
-def test_process_when_lost_in_a_step_then_all_others_end(number: int, lost_rank: int, has_host: bool, at: int):
-    with Group(SIZE, has_host) as group:
-        group.start(generate, 8 if has_host else None, number, lost_rank, at)
-        require_errors_of_others(group, lost_rank)
+@pytest.mark.parametrize("group", [3], indirect=True)
+def test_process_when_lost_in_a_step_then_all_others_end(
+    number: int, lost_rank: int, bits: int | None, at: int, group: Group
+):
+    start_and_require_errors(group, lost_rank, generate, bits, number, lost_rank, at)
 
 
 def fill(cache: HybridCache, tokens: int) -> None:
@@ -97,14 +100,14 @@ def save(path: str, number: int, lost_rank: int) -> None:
     cache.save(path)
 
 
-@pytest.mark.parametrize(("number", "lost_rank"), [(signal.SIGKILL, 1), slow(signal.SIGSTOP, 2)])
-def test_save_when_a_process_is_lost_then_leaves_the_old_file(number: int, lost_rank: int, tmp_path: Path):
+@pytest.mark.parametrize(("number", "lost_rank"), [(signal.SIGKILL, 1), slow(signal.SIGSTOP, 0)])
+def test_save_when_a_process_is_lost_then_leaves_the_old_file(
+    number: int, lost_rank: int, group: Group, tmp_path: Path
+):
     path, config = tmp_path / "cache.kv", tiny_model("llama").config
     old = DynamicHybridCache(config)
     fill(old, 700)
     old.save(path)
-    with Group(SIZE) as group:
-        group.start(save, str(path), number, lost_rank)
-        require_errors_of_others(group, lost_rank)
+    start_and_require_errors(group, lost_rank, save, str(path), number, lost_rank)
     assert HybridCache.load(path, config).get_seq_length() == 700
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -36,7 +36,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from .groups import NEEDS_GROUPS, Group
-from common.caches import channel_scaled_codecs, group_of_one, stock
+from common.caches import channel_scaled_codecs, stock
 from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
 from common.quantized_reference import quantized_reference
 from common.soak import search_at_random
@@ -69,11 +69,6 @@ def plain(name: str, config: PreTrainedConfig) -> DynamicCache:
     return quantized_reference(config, CODECS[name](config))
 
 
-@pytest.fixture(params=[2, 3])
-def group(request: pytest.FixtureRequest, group_of: Callable[[int], Group]) -> Group:
-    return group_of(request.param)
-
-
 def shared(name: str, config: PreTrainedConfig) -> HybridCache:
     return CACHES[name](config, group=distributed.group.WORLD)
 
@@ -85,6 +80,7 @@ def contract(name: str, family: str, mode: str, more: int) -> Result:
 
 @pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("group", [2, 3], indirect=True)
 @pytest.mark.parametrize(
     ("family", "mode"),
     [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) not in NOT_IN_TRANSFORMERS],
@@ -163,28 +159,29 @@ def at_random(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@pytest.mark.parametrize("name", ["dynamic", "quantized_8", "quantized_2", "quantized_balanced"])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("dynamic", 3), ("quantized_8", 2), ("quantized_2", 3), ("quantized_balanced", 2)],
+    indirect=["group"],
+)
 def test_shared_cache_when_any_operations_then_equals_plain_cache(name: str, group: Group):
     group.call(at_random, name)
 
 
-def filled(cache: HybridCache) -> tuple[int, int, str]:
+def filled(name: str, is_alone: bool = False) -> tuple[int, int, str]:
     """Fill a cache with 20,000 tokens; return its bytes and tokens, and what it says of itself."""
-    states = torch.randn(1, 2, 20_000, 16)
+    config, states = tiny_model("llama").config, torch.randn(1, 2, 20_000, 16)
+    cache = CACHES[name](config) if is_alone else shared(name, config)
     for layer in range(4):
         cache.update(states, states, layer)
     report = cache.memory()
     return report.host_bytes, report.num_tokens, repr(cache)
 
 
-def filled_share(name: str) -> tuple[int, int, str]:
-    return filled(shared(name, tiny_model("llama").config))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "quantized_8"])
+@pytest.mark.parametrize(("name", "group"), [("dynamic", 2), ("quantized_8", 3)], indirect=["group"])
 def test_shared_cache_when_filled_then_each_process_holds_its_share(name: str, group: Group):
-    size, (whole, *_) = len(group.pipes), filled(CACHES[name](tiny_model("llama").config))
-    for rank, (num_bytes, num_tokens, text) in enumerate(group.call(filled_share, name)):
+    size, (whole, *_) = len(group.pipes), filled(name, is_alone=True)
+    for rank, (num_bytes, num_tokens, text) in enumerate(group.call(filled, name)):
         assert num_tokens == 20_000
         assert num_bytes < (1 / size + 0.05) * whole
         assert f"share {rank + 1} of {size}" in text
@@ -326,11 +323,3 @@ def test_shared_cache_when_filled_from_checkpoint_then_each_has_its_share(group:
     assert HybridCache.load(tmp_path / "cache.kv", tiny_model("llama").config).get_seq_length() == 500
     for text, *_ in group.call(read_with_checkpoint, str(tmp_path), "missing"):
         assert re.search(r"is there for 1 of the \d processes that share the cache: give all of them the same", text)
-
-
-def test_shared_cache_when_group_has_one_process_then_is_plain():
-    ours, theirs = (
-        MODES["greedy"](tiny_model("llama"), make, FOR_QUANTIZED_BLOCKS)
-        for make in (lambda config: CACHES["dynamic"](config, group=group_of_one()), stock)
-    )
-    assert torch.equal(ours[0], theirs[0])

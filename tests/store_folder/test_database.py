@@ -44,8 +44,8 @@ def test_database_of_before_when_put_back_then_agrees_with_the_files(database: P
 
 @pytest.mark.parametrize(
     "parents",
-    [{10: (10, 64)}, {10: (11, 64), 11: (10, 64)}, {10: (99, 64)}, {10: (None, 64)}, {10: (1, 0)}, {10: (3, 192)}],
-    ids=["itself", "two", "none", "a start without tokens", "no start", "a hole"],
+    [{10: (11, 64), 11: (10, 64)}, {10: (None, 64)}, {10: (3, 192)}],
+    ids=["a circle", "a start without tokens", "a hole"],
 )
 def test_rows_when_parents_are_in_no_order_then_nothing_hangs(parents: dict[int, tuple[int, int]], database: Path):
     keys, first = as_bytes(keys_of(FIRST)), identity_digest(IDENTITY)
