@@ -48,6 +48,7 @@ def test_a_model_computes_on_the_device_what_it_computes_on_the_cpu(family, bits
     assert errors.median() < (1e-5 if bits is None else 2e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 @pytest.mark.usefixtures("exact_kernels")

@@ -25,7 +25,7 @@ from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams, Streams
 import simulated
 from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
 
-STEPS = (70, 1, 1, 65, 1, 1)
+STEPS = (70, 1, 65, 1)
 PLACEMENTS = {
     "prefetch": Placement(offload=True),
     "no prefetch": Placement(offload=True, prefetch_layers=0),

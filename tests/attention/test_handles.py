@@ -117,7 +117,6 @@ def test_any_operation_gets_the_real_states(past: int, is_streamed: bool):
 # Functions of the query, keys, values and a mask.
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "enable_gqa": partial(scaled_dot_product_attention, enable_gqa=True),
-    "scale": partial(scaled_dot_product_attention, scale=0.3, enable_gqa=True),
     "repeat_kv": lambda query, keys, values, mask: scaled_dot_product_attention(
         query, repeat_kv(keys, 4), repeat_kv(values, 4), attn_mask=mask
     ),
@@ -125,7 +124,7 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
         query, keys.to(query.device), values.to(query.device), mask, enable_gqa=True
     ),
     "by name": lambda query, keys, values, mask: scaled_dot_product_attention(
-        query=query, key=keys, value=values, attn_mask=mask, enable_gqa=True
+        query=query, key=keys, value=values, attn_mask=mask, scale=0.3, enable_gqa=True
     ),
 }
 
@@ -139,11 +138,10 @@ def masks(tokens: int, new: int) -> dict[str, torch.Tensor | None]:
         "none": None,
         "padded": padded,
         "causal, of two axes": causal,
-        "both": padded & causal,
         "added": torch.randn(2, HEADS, new, tokens, generator=generator),
         "lowest": torch.where(padded, 0.0, torch.finfo(torch.float32).min),
         "strided": torch.ones(2, 1, new, 2 * tokens, dtype=torch.bool)[..., ::2],
-        "expanded": causal.expand(2, HEADS, new, tokens),
+        "both, expanded": (padded & causal).expand(2, HEADS, new, tokens),
         "one row": torch.randn(1, tokens, generator=generator),
     }
 

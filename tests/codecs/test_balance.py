@@ -97,6 +97,7 @@ def output_error(bits: int, values: torch.Tensor, mixture: torch.Tensor) -> floa
     return float(((decoded - given).double() @ torch.linalg.inv(mixture.double())).square().mean())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("condition", [1, 10, 100])

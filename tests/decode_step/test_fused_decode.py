@@ -34,19 +34,26 @@ def llama() -> Any:
     return made_at_random()
 
 
+@pytest.fixture
+def twins(llama: Any) -> Twins:
+    """Twins that have read a prompt."""
+    twins = Twins(llama)
+    twins.forward(random_prompt(1, 40))
+    return twins
+
+
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize(("family", "cache"), list(zip(KNOWN, [*CACHES, "8 bits"], strict=True)))
 def test_fused_steps_give_what_the_own_forward_gives(family: str, cache: str, dtype: torch.dtype, bits: int | None):
     # Where a number is midway between two codes, the last bit decides.
     has_codes = bits is not None or cache != "full precision"
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-2 if has_codes else 1e-5
     twins = Twins(made_at_random(family, dtype, bits), CACHES[cache], tolerance)
-    twins.forward(random_prompt(2, 70))
-    assert twins.steps(150) >= 145
+    twins.forward(random_prompt(2, 150))
+    assert twins.steps(70) >= 66  # over the ends of two blocks
     assert only_packs(twins.fused)
     assert twins.hold_the_same()
 
@@ -77,15 +84,12 @@ def test_generation_gives_the_tokens_that_dynamic_cache_gives(mode: str):
         assert only_packs(fused)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_eight_sequences_are_fused_and_nine_are_not(llama: Any, rows: int):
+@pytest.mark.parametrize(("rows", "fused_steps"), [(3, 2), (8, 2), (9, 0)])
+def test_eight_sequences_are_fused_and_nine_are_not(llama: Any, rows: int, fused_steps: int):
     twins = Twins(llama)
     twins.forward(random_prompt(rows, 50))
-    assert twins.steps(10) == 10
-    twins = Twins(llama)
-    twins.forward(random_prompt(9, 50))
-    assert twins.steps(2) == 0
-    assert twins.fused.other_passes["there are more than 8 sequences"] == 2
+    assert twins.steps(2) == fused_steps
+    assert twins.fused.other_passes["there are more than 8 sequences"] == 2 - fused_steps
 
 
 # The reason that is counted -> options of the step, or a function that changes the model, and returns what undoes it.
@@ -110,38 +114,29 @@ def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_any_other_pass_is_run_by_the_own_forward(llama: Any, reason: str):
-    twins, other = Twins(llama, tolerance=1e-5), OTHERS[reason]
-    twins.forward(random_prompt(1, 40))
-    surroundings = [nullcontext() if isinstance(other, dict) else other(model) for model in (llama, twins.own_model)]
+def test_any_other_pass_is_run_by_the_own_forward(twins: Twins, reason: str):
+    other, models = OTHERS[reason], (twins.model, twins.own_model)
+    surroundings = [nullcontext() if isinstance(other, dict) else other(model) for model in models]
     with surroundings[0], surroundings[1]:
         twins.forward(torch.tensor([[7]]), **(other if isinstance(other, dict) else {}))
     assert twins.fused.other_passes == {FIRST_STEP: 1, reason.strip(): 1}
     assert twins.steps(3) == 3
 
 
-def test_a_step_of_the_decoder_alone_is_fused_unless_a_tuple_is_asked_for(llama: Any):
-    twins = Twins(llama)
-    twins.model, twins.own_model = llama.model, twins.own_model.model
-    twins.forward(random_prompt(1, 40))  # by position
-    twins.fused.other_passes.clear()
-    for options in ({}, {"return_dict": False}, {"inputs_embeds": llama.model.embed_tokens(torch.tensor([[5]]))}):
-        ids = {} if "inputs_embeds" in options else {"input_ids": torch.tensor([[7]])}
-        with torch.no_grad():
-            ours, own = (
-                model(**ids, **options, **cache_argument(cache))
-                for model, cache in ((twins.model, twins.ours), (twins.own_model, twins.own))
-            )
-        assert type(ours) is type(own)
-        torch.testing.assert_close(ours[0], own[0], rtol=1e-5, atol=1e-5)
-    assert (twins.fused.fused_steps, dict(twins.fused.other_passes)) == (2, {"return_dict=False is given": 1})
+def test_a_step_of_the_decoder_alone_is_fused_unless_a_tuple_is_asked_for(twins: Twins):
+    twins.model, twins.own_model = twins.model.model, twins.own_model.model
+    embedded = twins.model.embed_tokens(torch.tensor([[5]])).detach()
+    for options in ({"input_ids": torch.tensor([[7]])}, {"inputs_embeds": embedded}):
+        twins.forward(**options)
+    twins.forward(input_ids=torch.tensor([[7]]), return_dict=False)
+    twins.forward(torch.tensor([[7]]))
+    passes = {FIRST_STEP: 1, "return_dict=False is given": 1, "the arguments are not those of a step": 1}
+    assert (twins.fused.fused_steps, dict(twins.fused.other_passes)) == (2, passes)
 
 
-def test_a_step_with_gradients_is_refused_as_by_the_own_forward(llama: Any):
-    twins = Twins(llama)
-    twins.forward(random_prompt(1, 40))
+def test_a_step_with_gradients_is_refused_as_by_the_own_forward(twins: Twins):
     with pytest.raises(RuntimeError, match="keeps no gradients"):
-        llama(torch.tensor([[7]]), **cache_argument(twins.ours))
+        twins.model(torch.tensor([[7]]), **cache_argument(twins.ours))
     assert twins.fused.other_passes["gradients are recorded"] == 1
     assert twins.steps(3) == 3
 
@@ -169,8 +164,7 @@ def logits(model: Any, cache: Any = None) -> torch.Tensor:
         return torch.stack([model(token, **cache_argument(cache)).logits for token in random_prompt(1, 3).split(1, 1)])
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 4)])
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, bits: int | None):
     large = {"hidden_size": 256, "intermediate_size": 528, "head_dim": 48, "num_key_value_heads": 1}
     model, before = made_at_random("Llama", dtype, bits, **large), torch.get_num_threads()
@@ -207,9 +201,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_weight_that_is_changed_counts_in_the_next_step(llama: Any, change: str):
-    twins = Twins(llama)
-    twins.forward(random_prompt(1, 40))
+def test_a_weight_that_is_changed_counts_in_the_next_step(twins: Twins, change: str):
     assert twins.steps(2) == 2
     for model in (twins.model, twins.own_model):
         torch.manual_seed(1)
@@ -217,16 +209,12 @@ def test_a_weight_that_is_changed_counts_in_the_next_step(llama: Any, change: st
     assert twins.steps(2) == 2
 
 
-def test_weights_that_are_quantized_for_a_while_count_in_it(llama: Any):
-    twins = Twins(llama, tolerance=1e-3)
-    twins.forward(random_prompt(1, 40))
+def test_weights_that_are_quantized_for_a_while_count_in_it(twins: Twins):
+    twins.tolerance, ours, own = 1e-3, twins.model, twins.own_model
     for bits in (8, 4):
-        with quantize_weights(llama, bits, temporary=True), quantize_weights(twins.own_model, bits, temporary=True):
+        with quantize_weights(ours, bits, temporary=True), quantize_weights(own, bits, temporary=True):
             assert twins.steps(2) == 2
         assert twins.steps(2) == 2
-    for each in (twins.model, twins.own_model):
-        quantize_weights(each, bits=4)
-    assert twins.steps(2) == 2
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -267,23 +255,18 @@ def test_callers_on_several_threads_get_their_own_tokens(llama: Any):
     fused, prompts = fuse_decode(llama), [random_prompt(1, 30, seed) for seed in range(4)]
 
     def answer(prompt: torch.Tensor) -> torch.Tensor:
-        return generate(llama, prompt, DynamicHybridCache(llama.config), max_new_tokens=60)[0]
+        return generate(llama, prompt, DynamicHybridCache(llama.config), max_new_tokens=20)[0]
 
     expected = [answer(prompt) for prompt in prompts]
     with ThreadPoolExecutor(4) as pool:
         assert all(map(torch.equal, pool.map(answer, prompts * 3), expected * 3))
-    assert fused.fused_steps > 4 * 50
+    assert fused.fused_steps > 4 * 4 * 15
 
 
 def test_a_hook_of_accelerate_on_the_decoder_is_never_lost(llama: Any):
-    class Counting(ModelHook):
-        calls = 0
-
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return args, kwargs
-
-    hook = Counting()
+    calls: list[nn.Module] = []
+    hook = ModelHook()
+    hook.pre_forward = lambda module, *args, **kwargs: calls.append(module) or (args, kwargs)
     add_hook_to_module(llama.model, hook)
     with pytest.raises(UnknownStepError, match="as accelerate does it"):
         fuse_decode(llama)
@@ -292,4 +275,4 @@ def test_a_hook_of_accelerate_on_the_decoder_is_never_lost(llama: Any):
     fused = fuse_decode(llama)
     add_hook_to_module(llama.model, hook)
     logits(llama)
-    assert (fused.fused_steps, hook.calls) == (3, 8)
+    assert (fused.fused_steps, len(calls)) == (3, 8)

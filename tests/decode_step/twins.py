@@ -72,10 +72,11 @@ class Twins:
         self.ours, self.own = make(model.config), make(model.config)
 
     @torch.no_grad()
-    def forward(self, ids: torch.Tensor, **options: Any) -> None:
+    def forward(self, *ids: torch.Tensor, **options: Any) -> None:
         """Run both, which give the same logits."""
-        ours = self.model(ids, **cache_argument(self.ours), **options)
-        own = self.own_model(ids, **cache_argument(self.own), **options)
+        ours = self.model(*ids, **cache_argument(self.ours), **options)
+        own = self.own_model(*ids, **cache_argument(self.own), **options)
+        assert type(ours) is type(own)
         apart = (ours[0] - own[0]).abs().max() / own[0].abs().max()
         assert apart <= self.tolerance, f"{apart:.1e} apart after {self.own.get_seq_length()} tokens"
 

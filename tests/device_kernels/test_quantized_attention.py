@@ -69,7 +69,7 @@ def logits_of(model, cache) -> torch.Tensor:
     ids = random_prompt(1, PROMPT).to(model.device)
     with torch.no_grad():
         model(ids, **cache_argument(cache))
-        steps = [model(ids[:, step : step + 1], **cache_argument(cache)).logits for step in range(3)]
+        steps = [model(ids[:, step : step + 1], **cache_argument(cache)).logits for step in range(2)]
     return torch.cat(steps, dim=1)
 
 
@@ -81,14 +81,14 @@ CODECS["scaled"] = channel_scaled(minmax(4, sink_tokens=0), llama().num_key_valu
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("codec", slow_but(["8", "(4, 2)", "scaled"], CODECS))
+@pytest.mark.parametrize("codec", slow_but(["(4, 2)", "scaled"], CODECS))
 def test_logits_are_those_of_the_codes_and_no_states_are_assembled(device, launches, codec: str, place: str):
     model = model_on(device)
     ours = quantized(model.config, CODECS[codec], **PLACES[place])
     reference = quantized_reference(model.config, CODECS[codec])
     torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
     layers = model.config.num_hidden_layers
-    assert launches == [2] * layers + [3] * 2 * layers
+    assert launches == [2] * layers + [3] * layers
     assert [scratch.num_bytes for scratch in ours._stores.scratches.values()] == [0]
 
 
@@ -111,7 +111,7 @@ def tokens(model, cache, batch: int = 1, **options) -> torch.Tensor:
     ids = random_prompt(batch, PROMPT).to(model.device)
     mask = torch.ones_like(ids)
     mask[-1, : 5 * (batch - 1)] = 0  # shorter sequences are filled up in front
-    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask} | options
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask} | options
     return model.generate(ids, **cache_argument(cache), **options)
 
 

@@ -103,7 +103,7 @@ OF_DIMS = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", slow_but([*OF_BITS[:4], *OF_DIMS[:4]], OF_BITS + OF_DIMS), ids=str)
+@pytest.mark.parametrize("form", slow_but([*OF_BITS[:4], *OF_DIMS[:3]], OF_BITS + OF_DIMS), ids=str)
 def test_codes_and_states_are_attended_to_as_in_float64(device, form: dict[str, Any], dtype: torch.dtype):
     check(make(device, dtype=dtype, **form), dtype)
 
@@ -116,7 +116,7 @@ def test_ends_and_codes_of_any_length_are_split_into_parts(device, first: int, c
 
 
 @given(st.data())
-@search_at_random(40, 2000)
+@search_at_random(30, 2000)
 def test_any_mask_of_any_queries_is_followed(device, data):
     made = make(
         device,
@@ -156,7 +156,7 @@ def test_attention_when_not_finite_then_result_is_not_finite(device, role: int):
     assert merged(splits, None, torch.float32).isnan().any()
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 64, 65, 66, 130])
+@pytest.mark.parametrize("num_splits", [1, 2, 65, 130])
 @pytest.mark.parametrize("form", slow_but([(0, 64), (2, 80)], [(0, 64), (1, 64), (2, 80), (2, 256)]))
 def test_parts_are_merged_by_what_was_seen_of_them(device, num_splits: int, form: tuple[int, int]):
     maps, value_dim = form

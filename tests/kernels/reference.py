@@ -203,8 +203,12 @@ def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:
     generator = np.random.default_rng(seed)
     shape = (*(size if draw(st.booleans()) else 1 for size in case.query.shape[:3]), case.tokens)
     masks: dict[str, Any] = {"causal": draw(st.booleans())}
-    kind = draw(st.sampled_from(["none", "visible", "bias"]))
-    if kind == "visible":
+    kind = draw(st.sampled_from(["none", "visible", "span", "bias"]))
+    if kind == "span":  # hides whole blocks
+        first, last = draw(st.integers(0, case.tokens)), draw(st.integers(0, case.tokens))
+        masks["visible"] = np.ones(shape, np.uint8)
+        masks["visible"][-1, ..., first:last] = 0
+    elif kind == "visible":
         masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
     elif kind == "bias":
         masks["bias"] = generator.standard_normal(shape).astype(np.float32)

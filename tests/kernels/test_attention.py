@@ -33,22 +33,17 @@ from common.soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
 DIMS = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
-# The way, the number of queries, and that of tokens: around blocks, and around the parts that are shared out.
-LENGTHS = [
-    *(("few", 1, tokens) for tokens in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 64 * BLOCK + 1, 20_000)),
-    *(("few", length, tokens) for length, tokens in ((16, 16), (3, 17), (2, 64), (5, 65), (16, 70), (8, 500))),
-    *(("many", length, length + past) for length, past in ((1, 0), (1, 500), (2, BLOCK - 1), (BLOCK - 1, 1))),
-    *(("many", length, length + past) for length, past in ((BLOCK + 1, BLOCK), (257, 0), (257, 500), (2, 5000))),
-]
+# The way, the number of queries, and that of tokens: around parts that are shared out. Others are drawn at random.
+LENGTHS = [("few", 1, 1), ("few", 2, 64), ("few", 5, 65), ("few", 1, 64 * BLOCK + 1), ("few", 1, 20_000)]
+LENGTHS += [("many", 1, 1), ("many", BLOCK + 1, 2 * BLOCK), ("many", 257, 757), ("many", 2, 5002)]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("way", "length", "tokens"), LENGTHS)
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_lengths_straddle_blocks_and_parts(storage: str, group: int, way: str, length: int, tokens: int, causal: bool):
-    check(*make(storage, tokens, 2 if tokens < 10_000 else 1, 2, group, length), way=way, causal=causal)
+def test_lengths_straddle_blocks_and_parts(storage: str, way: str, length: int, tokens: int, causal: bool):
+    check(*make(storage, tokens, num_kv_heads=2, group=3, length=length), way=way, causal=causal)
 
 
 @pytest.mark.covering(2)
@@ -76,7 +71,7 @@ def test_attention_when_channels_are_scaled_or_mixed_then_is_exact(
 
 @EVERY_WAY
 @pytest.mark.soak
-@search_at_random(200, 1500)
+@search_at_random(125, 1500)
 @given(data=st.data())
 def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, data: st.DataObject):
     """Blocks of codes lie between those in full precision; they come in every form, and head dims and groups vary."""
@@ -85,7 +80,8 @@ def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, d
     coded = draw(st.sampled_from([70, 200]) if is_long else st.integers(way == "integers", 9))
     dims = draw(st.just((64, 64)) if is_long else st.sampled_from(DIMS) | st.tuples(*[st.integers(1, 140)] * 2))
     length = draw(st.integers(1, 150 if way == "many" else 16))
-    tokens = draw(st.integers(1, 130) if coded else st.integers(1, 200) | st.integers(1, 5000))
+    edges = st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+    tokens = draw(edges | (st.integers(1, 130) if coded else st.integers(1, 200) | st.integers(1, 5000)))
     group = draw(st.sampled_from([1, 3, 4, 8] if is_long else [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]))
     is_large = is_long or max(group, *dims) > 128
     case, bits = make(
@@ -109,14 +105,6 @@ def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, d
         scale = scale_for_scores(case, draw(st.floats(0.01, 1)) * SCORES)
     check(case, bits, scale, way, **random_masks(draw, case, seed))
     count("attention compared with float64")
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("hidden", [slice(0, 64), slice(0, 100), slice(64, 128), slice(30, 290), slice(0, 299)])
-def test_attention_when_masks_hide_whole_blocks_then_is_exact(storage: str, hidden: slice):
-    visible = np.ones((2, 1, 1, 300), np.uint8)
-    visible[1, :, :, hidden] = 0
-    check(*make(storage, 300, 2, 2, 2), visible=visible)
 
 
 def test_the_lowest_finite_mask_everywhere_is_attention_to_all_alike():
@@ -224,8 +212,8 @@ def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Pa
 def check_lesser_processor(has_dot_product: bool) -> None:
     from kernels import test_not_finite, test_weights
 
-    for bits in (8, 4):
-        test_weights.test_products_are_those_with_the_decoded_weights("few", (40, 96), 9, bits, 32, True, 0.0)
+    for bits in ("8", "4"):
+        test_weights.check("few", test_weights.weights(bits, 40, 96), test_weights.random_numbers(9, 96)[0])
     assert uses_integer_kernels() == has_dot_product
     for storage in STORAGES:
         check(*make(storage, 300, num_kv_heads=2, group=5, dims=(80, 96)), scale=0.1)

@@ -88,27 +88,19 @@ def test_every_weight_is_within_half_a_step_of_what_its_code_says(shape, group, 
         of_group = np.s_[:, start : start + group]
         half_a_step = 0.501 * np.ptp(exact[of_group], axis=1, keepdims=True) / (2**bits - 1)
         assert (np.abs(numbers - exact)[of_group] <= half_a_step + rounding).all()
-    alone = np.full_like(panels, 255)
+    # The same in panels that are coded and decoded one by one, in a matrix that has more columns.
+    alone, decoded = np.full_like(panels, 255), np.full((shape[0], shape[1] + 3), 7, given.dtype)
     for panel in reversed(range(layout.panels)):
-        quantize_panels(given[panel * 16 : panel * 16 + 16], layout, FACTOR, alone, first=panel)
+        rows = slice(panel * 16, panel * 16 + 16)
+        quantize_panels(given[rows], layout, FACTOR, alone, first=panel)
+        dequantize_panels(panels, layout, FACTOR, decoded[rows], first=panel)
     assert (alone == panels).all()
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_decoding_gives_what_the_codes_say(shape, bits):
-    layout = PanelLayout(bits, *shape, 64)
-    panels = quantized(random_numbers(*shape)[0], layout)
-    decoded, wider = np.full(shape, np.nan, np.float32), np.full((shape[0], shape[1] + 3), 7, np.uint16)
-    dequantize_panels(panels, layout, FACTOR, decoded)
-    assert np.abs(decoded - taken_apart(panels, layout)[0]).max() < 1e-6
-    dequantize_panels(panels, layout, FACTOR, wider)
-    assert (np.abs(from_bfloat16(wider[:, : shape[1]]) - decoded) <= 2.0**-8 * np.abs(decoded)).all()
-    assert (wider[:, shape[1] :] == 7).all()
-    for panel in range(layout.panels):
-        of_panel = np.empty_like(decoded[panel * 16 : panel * 16 + 16])
-        dequantize_panels(panels, layout, FACTOR, of_panel, first=panel)
-        assert (of_panel == decoded[panel * 16 : panel * 16 + 16]).all()
+    assert (decoded[:, shape[1] :] == 7).all()
+    of_type = 2.0**-8 * np.abs(numbers) if storage == "bfloat16" else 1e-6
+    assert (np.abs(as_float(decoded)[:, : shape[1]] - numbers) <= of_type).all()
+    whole = np.empty(shape, given.dtype)
+    dequantize_panels(panels, layout, FACTOR, whole)
+    assert (whole == decoded[:, : shape[1]]).all()
 
 
 @EVERY_STORAGE
@@ -139,40 +131,51 @@ def test_weights_of_any_size_are_kept(largest):
     assert (np.abs(numbers[1] / weight[1] - 1) <= 2.0**-11).all() or largest < 1e-37
 
 
-# --- products with one weight
+# --- products with one weight, and with weights that each token chooses
 
 
-def one(layout: PanelLayout) -> tuple[Callable[..., np.ndarray], np.ndarray]:
-    """Quantize one weight; return its product in a way, and the dequantized numbers."""
-    panels = quantized(random_numbers(layout.rows, layout.columns)[0], layout)
-    products = Products.of_panels(panels.ctypes.data, layout, [FACTOR])
+class Weights(NamedTuple):
+    """Several weights as kernels read them, in float64, and what must be kept meanwhile."""
 
-    def product(way: str, tokens: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-        assert panels.size  # kept as long as this function
-        return run(products, tokens, layout.rows, bias, multiply=WAYS[way])
+    products: Products
+    exact: np.ndarray
+    kept: np.ndarray
 
-    return product, taken_apart(panels, layout)[0]
+    def run(
+        self,
+        tokens: np.ndarray,
+        bias: np.ndarray | None = None,
+        chosen: np.ndarray | None = None,
+        way: str = "few",
+        wrong: int = 0,
+    ) -> np.ndarray:
+        """Multiply with the first weight, or with those that are chosen, of which so many are none."""
+        pairs = len(tokens) if chosen is None else chosen.size
+        out = np.full((pairs, self.exact.shape[1]), 7, tokens.dtype)
+        bias_at = 0 if bias is None else bias.ctypes.data
+        given = [tokens.ctypes.data, pairs, tokens.dtype == np.uint16, bias_at, out.ctypes.data]
+        if chosen is not None:
+            chosen = np.ascontiguousarray(chosen, np.int64)
+            given += [chosen.ctypes.data, pairs // len(tokens)]
+        found = WAYS[way](self.products, 0, *given)
+        assert chosen is None or found == wrong
+        return out
 
 
-def run(
-    products: Products,
-    tokens: np.ndarray,
-    rows: int,
-    bias: np.ndarray | None = None,
-    chosen: np.ndarray | None = None,
-    multiply: Callable[..., object] = Products.multiply,
-    wrong: int = 0,
-) -> np.ndarray:
-    pairs = len(tokens) if chosen is None else chosen.size
-    out = np.full((pairs, rows), 7, tokens.dtype)
-    bias_at = 0 if bias is None else bias.ctypes.data
-    given = [tokens.ctypes.data, pairs, tokens.dtype == np.uint16, bias_at, out.ctypes.data]
-    if chosen is not None:
-        chosen = np.ascontiguousarray(chosen, np.int64)
-        given += [chosen.ctypes.data, pairs // len(tokens)]
-    found = multiply(products, 0, *given)
-    assert chosen is None or found == wrong
-    return out
+@cache
+def weights(kind: str, rows: int, columns: int, storage: str = "float32", seed: int = 0, group: int = CHUNK) -> Weights:
+    """Random weights as "rows", "columns" (which come before rows in memory), or in "8" or "4" bits."""
+    given, exact = random_numbers(COUNT, rows, columns, storage=storage, seed=seed)
+    if kind in ("rows", "columns"):
+        kept = given if kind == "rows" else np.ascontiguousarray(given.transpose(0, 2, 1))
+        sizes = COUNT, rows, columns, storage == "bfloat16", kind == "columns"
+        return Weights(Products.of_numbers(kept.ctypes.data, *sizes), exact, kept)
+    layout, sizes = PanelLayout(int(kind), rows, columns, group), 2.0 ** np.arange(COUNT, dtype=np.float32)
+    factors = [factor_of(4.0 * float(size)) for size in sizes]
+    given = random_numbers(COUNT, rows, columns, seed=seed)[0] * sizes[:, None, None]
+    kept = np.array([quantized(each, layout, of) for each, of in zip(given, factors, strict=True)])
+    exact = np.array([taken_apart(panels, layout, of)[0] for panels, of in zip(kept, factors, strict=True)])
+    return Weights(Products.of_panels(kept.ctypes.data, layout, factors), exact, kept)
 
 
 def as_float(out: np.ndarray) -> np.ndarray:
@@ -188,7 +191,7 @@ def every_number_of_threads() -> Iterator[int]:
             set_num_threads(None)
 
 
-def rounding(tokens: np.ndarray, way: str, group: int = CHUNK) -> np.ndarray:
+def rounding(tokens: np.ndarray, way: str, group: int) -> np.ndarray:
     """Return the largest rounding error of each number of `tokens`, `[tokens, columns]`."""
     size, columns = CHUNK if way == "many" else group, tokens.shape[1]
     filled = np.zeros((len(tokens), -(-columns // size) * size))
@@ -201,80 +204,45 @@ def rounding(tokens: np.ndarray, way: str, group: int = CHUNK) -> np.ndarray:
     return np.repeat(steps, size, 1)[:, :columns]
 
 
+def check(way: str, given: Weights, tokens: np.ndarray, bias: np.ndarray | None = None, group: int = CHUNK) -> None:
+    """Check that products with decoded weights are off by the rounding of tokens, and of results, alone."""
+    numbers, exact_tokens = given.exact[0], as_float(tokens).astype(np.float64)
+    added = np.zeros(len(numbers)) if bias is None else as_float(bias)
+    exact = exact_tokens @ numbers.T + added
+    # The last term is so small that no model computes with it.
+    most = (rounding(exact_tokens, way, group) + 1e-5 * np.abs(exact_tokens)) @ np.abs(numbers).T + 1e-27
+    most += 1e-5 * np.abs(added) + (2.0**-8 * np.abs(exact) if tokens.dtype == np.uint16 else 0)
+    assert (np.abs(as_float(given.run(tokens, bias, way=way)) - exact) <= most).all()
+
+
 @pytest.mark.covering(2)
 @EVERY_WAY
 @pytest.mark.parametrize("shape", [*SHAPES, (70, 1025)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 6, 7, 8, 9, 12, 21, 65])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 6, 8, 9, 21, 65])
+@pytest.mark.parametrize("kind", ["8", "4"])
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@EVERY_STORAGE
 @pytest.mark.parametrize("mean", [0.0, 3.0, -1000.0])
-def test_products_are_those_with_the_decoded_weights(way, shape, num_tokens, bits, group, has_bias, mean):
-    """They are off by the rounding of tokens alone."""
-    product, numbers = one(PanelLayout(bits, *shape, group))
+def test_products_are_those_with_the_decoded_weights(way, shape, num_tokens, kind, group, storage, mean):
     generator = np.random.default_rng(1)
-    tokens = (mean + generator.standard_normal((num_tokens, shape[1]))).astype(np.float32)
-    bias = generator.standard_normal(shape[0]).astype(np.float32) * has_bias
-    exact = tokens.astype(np.float64) @ numbers.T + bias
-    out = product(way, tokens, bias if has_bias else None)
-    most = rounding(tokens, way, group) @ np.abs(numbers).T + 1e-5
-    most += 1e-5 * (np.abs(tokens) @ np.abs(numbers).T if way == "many" else np.abs(exact))
-    assert (np.abs(out - exact) <= most).all()
-
-
-@needs_gemm
-@pytest.mark.parametrize("bits", [8, 4])
-def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(bits):
-    product, numbers = one(PanelLayout(bits, 40, 96, 32))
-    tokens = np.random.default_rng(2).integers(0, 255, (9, 3, CHUNK))
-    tokens[:, :, :2] = 0, 254
-    tokens = (tokens.reshape(9, -1) - 100.0).astype(np.float32)
-    exact = tokens.astype(np.float64) @ numbers.T
-    assert np.abs(product("many", tokens) - exact).max() <= 1e-5 * (np.abs(tokens) @ np.abs(numbers).T).max()
-
-
-@pytest.mark.parametrize(("way", "num_tokens"), [("few", 3), pytest.param("many", 70, marks=needs_gemm)])
-def test_products_when_in_bfloat16_then_are_rounded_to_nearest(way, num_tokens):
-    product, _ = one(PanelLayout(4, 40, 96, 32))
-    tokens, exact = random_numbers(num_tokens, 96, storage="bfloat16", seed=1)
-    bias, exact_bias = random_numbers(40, storage="bfloat16", seed=2)
-    whole = product(way, exact.astype(np.float32), exact_bias.astype(np.float32))
-    assert (np.abs(as_float(product(way, tokens, bias)) - whole) <= 2.0**-8 * np.abs(whole)).all()
-
-
-@pytest.mark.parametrize(
-    ("way", "columns", "tokens", "at_once"),
-    [
-        ("few", 256, 13, 1),
-        pytest.param("many", 256, 13, 1, marks=needs_gemm),
-        pytest.param("many", 8192, 400, 50, marks=needs_gemm),  # of several blocks of tokens
-    ],
-)
-def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied(way, columns, tokens, at_once):
-    product, _ = one(PanelLayout(4, 70, columns, 64))
-    given, _ = random_numbers(tokens, columns, seed=1)
-    together = product(way, given)
-    for _ in every_number_of_threads():
-        alone = [product(way, given[first : first + at_once]) for first in range(0, tokens, at_once)]
-        assert (np.concatenate(alone) == together).all()
+    tokens, _ = stored(mean + generator.standard_normal((num_tokens, shape[1])), storage)
+    bias, _ = stored(generator.standard_normal(shape[0]), storage)
+    check(way, weights(kind, *shape, group=group), tokens, bias if mean else None, group)
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_an_outlier_costs_the_numbers_of_other_groups_and_tokens_nothing(way, outlier, bits):
+@pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30, np.nan, -np.inf])
+def test_an_outlier_costs_the_numbers_of_other_groups_and_tokens_nothing(way, outlier):
     """It makes the outputs of its own token infinite, or not a number, if it is."""
-    product, numbers = one(PanelLayout(bits, 32, 256, 32))
+    given = weights("4", 32, 256)
     tokens, _ = random_numbers(7, 256, seed=1)
     far = tokens.copy()
     far[0, 5] = outlier
     for count in (2, 7):
-        out = product(way, far[:count])
-        assert (out[1:] == product(way, tokens)[1:count]).all()
+        out = given.run(far[:count], way=way)
+        assert (out[1:] == given.run(tokens, way=way)[1:count]).all()
         if np.isfinite(outlier):
-            exact = far[:count].astype(np.float64) @ numbers.T
-            most = rounding(far[:count], way) @ np.abs(numbers).T + 1e-5 * outlier
-            assert (np.abs(out - exact) <= most).all()
+            check(way, given, far[:count])
         else:
             assert not np.isfinite(out[0]).any()
 
@@ -282,40 +250,9 @@ def test_an_outlier_costs_the_numbers_of_other_groups_and_tokens_nothing(way, ou
 @EVERY_WAY
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-20, 1e30])
 def test_tokens_of_any_size_are_kept(way, size):
-    product, numbers = one(PanelLayout(8, 20, 64, 32))
     tokens = (random_numbers(6, 64, seed=1)[1] * size).astype(np.float32)
     tokens[1] = size
-    exact = tokens.astype(np.float64) @ numbers.T
-    # The last term is so small that no model computes with it.
-    most = rounding(tokens, way) @ np.abs(numbers).T + 1e-5 * np.abs(exact) + 1e-27
-    assert (np.abs(product(way, tokens) - exact) <= most).all()
-
-
-# --- products with weights that each token chooses
-
-
-class Weights(NamedTuple):
-    """Several weights as kernels read them, in float64, and what must be kept meanwhile."""
-
-    products: Products
-    exact: np.ndarray
-    kept: np.ndarray
-
-
-@cache
-def weights(kind: str, rows: int, columns: int, storage: str = "float32", seed: int = 0) -> Weights:
-    """Random weights as "rows", "columns" (which come before rows in memory), or in "8" or "4" bits."""
-    given, exact = random_numbers(COUNT, rows, columns, storage=storage, seed=seed)
-    if kind in ("rows", "columns"):
-        kept = given if kind == "rows" else np.ascontiguousarray(given.transpose(0, 2, 1))
-        sizes = COUNT, rows, columns, storage == "bfloat16", kind == "columns"
-        return Weights(Products.of_numbers(kept.ctypes.data, *sizes), exact, kept)
-    layout, sizes = PanelLayout(int(kind), rows, columns, CHUNK), 2.0 ** np.arange(COUNT, dtype=np.float32)
-    factors = [factor_of(4.0 * float(size)) for size in sizes]
-    given = random_numbers(COUNT, rows, columns, seed=seed)[0] * sizes[:, None, None]
-    kept = np.array([quantized(each, layout, of) for each, of in zip(given, factors, strict=True)])
-    exact = np.array([taken_apart(panels, layout, of)[0] for panels, of in zip(kept, factors, strict=True)])
-    return Weights(Products.of_panels(kept.ctypes.data, layout, factors), exact, kept)
+    check(way, weights("8", 20, 64), tokens)
 
 
 def choices(num_tokens: int, of_token: int) -> np.ndarray:
@@ -339,7 +276,7 @@ def test_products_with_chosen_weights_are_those_in_float64(
     given, chosen = weights(kind, *shape, storage), choices(num_tokens, of_token)
     tokens, exact_tokens = random_numbers(num_tokens * (of_token if has_own else 1), shape[1], storage=storage, seed=2)
     bias, exact_bias = random_numbers(COUNT, shape[0], storage=storage, seed=3)
-    out = as_float(run(given.products, tokens, shape[0], bias if has_bias else None, chosen))
+    out = as_float(given.run(tokens, bias if has_bias else None, chosen))
     exact = np.zeros(out.shape)
     for pair, index in enumerate(chosen.ravel()):
         if index < COUNT:
@@ -350,12 +287,22 @@ def test_products_with_chosen_weights_are_those_in_float64(
     assert (np.abs(out - exact) <= most + (2.0**-8 * np.abs(exact) if storage == "bfloat16" else 0)).all()
 
 
-def test_products_do_not_depend_on_threads_or_on_what_others_choose():
-    given, chosen = weights("rows", 300, 256, "bfloat16"), choices(13, 3)
-    tokens, _ = random_numbers(13, 256, storage="bfloat16", seed=1)
-    together = run(given.products, tokens, 300, chosen=chosen)
+@pytest.mark.parametrize(
+    ("way", "kind", "columns", "tokens", "at_once", "of_token"),
+    [
+        ("few", "4", 256, 13, 1, 0),
+        ("few", "rows", 256, 13, 1, 3),
+        pytest.param("many", "4", 256, 13, 1, 0, marks=needs_gemm),
+        pytest.param("many", "4", 8192, 400, 50, 0, marks=needs_gemm),  # of several blocks of tokens
+    ],
+)
+def test_products_do_not_depend_on_threads_or_on_other_tokens(way, kind, columns, tokens, at_once, of_token):
+    given, numbers = weights(kind, 70, columns), random_numbers(tokens, columns, seed=1)[0]
+    chosen = choices(tokens, of_token) if of_token else None
+    together = given.run(numbers, chosen=chosen, way=way)
+    parts = [slice(first, first + at_once) for first in range(0, tokens, at_once)]
     for _ in every_number_of_threads():
-        alone = [run(given.products, tokens[i : i + 1], 300, chosen=chosen[i : i + 1]) for i in range(13)]
+        alone = [given.run(numbers[i], chosen=None if chosen is None else chosen[i], way=way) for i in parts]
         assert (np.concatenate(alone) == together).all()
 
 
@@ -486,7 +433,7 @@ def test_indices_of_no_weight_are_counted_and_add_nothing(index):
     assert (np.abs(out - sums) <= 3e-6 * sizes).all()
     assert (out[1] == 0).all()
     tokens, _ = random_numbers(3, 64, seed=1)
-    out = run(weights("rows", 20, 64).products, tokens, 20, chosen=chosen, wrong=3)
+    out = weights("rows", 20, 64).run(tokens, chosen=chosen, wrong=3)
     assert (out[1:4] == 0).all()
     assert (out[[0, 4, 5]] != 7).all()
 
@@ -496,7 +443,7 @@ def test_what_is_not_finite_in_a_weight_reaches_only_those_who_chose_it(value):
     given = weights.__wrapped__("rows", 40, 40)
     given.kept[3, 39, 5] = value
     chosen = np.array([[0, 1], [2, 3], [4, 5]])
-    out = run(given.products, random_numbers(3, 40, seed=1)[0], 40, chosen=chosen)
+    out = given.run(random_numbers(3, 40, seed=1)[0], chosen=chosen)
     assert not np.isfinite(out[3, 39])
     out[3, 39] = 0
     assert np.isfinite(out).all()

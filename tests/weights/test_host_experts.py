@@ -9,10 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from hf_hybrid_cache import (
-    move_experts_to_host,
-    quantize_weights,
-)
+from hf_hybrid_cache import move_experts_to_host, quantize_weights
 from hf_hybrid_cache.weights.chosen_experts import chosen_experts
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
 
@@ -35,6 +32,7 @@ def first_experts(model: PreTrainedModel) -> Any:
 # --- what a model computes
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_tokens", [1, 7, 40], ids=["one token", "few", "more than an expert takes at once"])
 @in_bits
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -74,25 +72,11 @@ def test_only_experts_with_the_usual_gate_are_added_up_by_one_call():
         assert not ExpertLayer(module).has_silu_gate
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_activations_are_those_of_the_model(activation: str, bits: int | None):
-    model = expert_model("mixtral")
-    module = first_experts(model)
-    module.act_fn = ACT2FN[activation]
-    given = torch.randn(9, 64), torch.tensor([[2, 0], [1, NUM_EXPERTS], [3, 4]]).repeat(3, 1), torch.rand(9, 2)
-    with torch.no_grad():
-        theirs = module(*given)
-        with move_experts_to_host(model, bits, temporary=True):
-            assert_close(module(*given), theirs, 1e-5 if bits is None else 0.05)
-
-
 # --- which experts are read
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 30])
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("family", "bits"), [("mixtral", None), ("gpt_oss", None), ("gpt_oss", 8)])
 def test_experts_that_no_token_chose_add_nothing_and_are_not_read(family: str, bits: int | None, num_tokens: int):
     model = expert_model(family)
     module = first_experts(model)
@@ -108,15 +92,20 @@ def test_experts_that_no_token_chose_add_nothing_and_are_not_read(family: str, b
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_an_index_of_no_expert_is_refused_with_the_numbers(activation: str, bits: int | None):
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_any_activation_is_the_model_s_and_an_index_of_no_expert_is_refused(activation: str, bits: int | None):
     model = expert_model("mixtral")
     module = first_experts(model)
     module.act_fn = ACT2FN[activation]
-    given = torch.randn(2, 64), torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]]), torch.rand(2, 2)
-    move_experts_to_host(model, bits)
-    with torch.no_grad(), pytest.raises(IndexError, match=r"indices are of no matrix: there are 6\."):
-        module(*given)
+    tokens, weights = torch.randn(9, 64), torch.rand(9, 2)
+    chosen = torch.tensor([[2, 0], [1, NUM_EXPERTS], [3, 4]]).repeat(3, 1)
+    with torch.no_grad():
+        theirs = module(tokens, chosen, weights)
+        move_experts_to_host(model, bits)
+        assert_close(module(tokens, chosen, weights), theirs, 1e-5 if bits is None else 0.05)
+        unknown = torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]])
+        with pytest.raises(IndexError, match=r"indices are of no matrix: there are 6\."):
+            module(tokens[:2], unknown, weights[:2])
 
 
 # --- the report, and which models
