@@ -9,6 +9,7 @@ Settings of all test processes, options of the make targets, and which tests a r
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,10 @@ from common import slow, soak
 from device_kernels import interpreted
 
 pytest.register_assert_rewrite("weights.quantized_models")
+
+# What a shell starts in the background ignores Ctrl-C, which some tests press.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports Triton.
 interpreted.load()

@@ -270,3 +270,10 @@ def test_a_context_that_cannot_fit_is_refused_before_it_is_stored(name: str, mon
     assert cache.memory() == before or is_split
     read(cache, 5)
     assert cache.get_seq_length() == 305
+
+
+def test_repeating_more_than_fits_is_refused_before_anything_changes(cache: HybridCache):
+    before = fill(cache).memory()
+    with pytest.raises(HostMemoryError, match=r"copies of 5 tokens need"):
+        cache.batch_repeat_interleave(2**40)
+    assert cache.memory() == before

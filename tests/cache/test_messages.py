@@ -23,6 +23,7 @@ from hf_hybrid_cache import (
     HybridCacheError,
     OffloadedHybridCache,
     QuantizedHybridCache,
+    minmax,
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
@@ -132,3 +133,8 @@ def test_an_error_is_caught_as_either_and_pickled_as_it_is(error: type[Exception
         with pytest.raises(caught, match="4 GiB") as raised:
             raise pickle.loads(pickle.dumps(error("4 GiB")))
         assert raised.type is error
+
+
+def test_a_layer_whose_codec_is_none_stays_in_full_precision():
+    cache = HybridCache(tiny_model("llama").config, codec={0: None, 2: minmax(4)})
+    assert list(cache.codecs) == [2]

@@ -1,5 +1,6 @@
 """The tokens of prompts: documents are cut so that all fits, and chat templates of every kind."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +92,8 @@ def test_a_very_long_document_is_tokenized_only_as_far_as_it_can_fit():
     assert prompt.is_estimate
     assert 996 <= len(prompt.token_ids) <= 1000
     assert [part.read_tokens for part in prompt.parts] == [prompt.read_tokens, 0]
+    counts = re.findall(r"(about )?\b\d+,\d{3},\d{3}", prompt.notice("the context is 1,000"))
+    assert counts == ["about "] * 3  # of all, of the one that is cut, and of what is not read
     assert prompt.tokens == pytest.approx(len(tokenizer(long[:100_000])["input_ids"]) * len(long) / 100_000, rel=0.05)
 
 

@@ -255,6 +255,16 @@ def test_tokens_of_any_size_are_kept(way, size):
     check(way, weights("8", 20, 64), tokens)
 
 
+@needs_gemm
+@pytest.mark.parametrize("kind", ["8", "4"])
+def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(kind):
+    given, tokens = weights(kind, 40, 96), np.random.default_rng(2).integers(0, 255, (9, 3, CHUNK))
+    tokens[:, :, :2] = 0, 254
+    tokens = (tokens.reshape(9, -1) - 100.0).astype(np.float32)
+    exact, most = tokens.astype(np.float64) @ given.exact[0].T, 1e-5 * (np.abs(tokens) @ np.abs(given.exact[0]).T).max()
+    assert np.abs(given.run(tokens, way="many") - exact).max() <= most
+
+
 def choices(num_tokens: int, of_token: int) -> np.ndarray:
     """Choose different weights for each token; the last choice of the last token is none."""
     generator = np.random.default_rng(1)

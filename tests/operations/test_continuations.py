@@ -190,3 +190,17 @@ def test_generate_continues_one_stored_sequence_by_several(options: dict[str, ob
         results.append(generate(model, ids, cache, **options))
     assert is_shared(ours)
     assert torch.equal(results[0][0], results[1][0])
+
+
+def test_a_short_prompt_is_copied():
+    ours, reference = filled("host", num_tokens=127)
+    for cache in (ours, reference):
+        cache.batch_repeat_interleave(2)
+    assert not is_shared(ours)
+    require_same(ours, reference)
+
+
+def test_sequences_that_are_no_continuations_of_one_are_refused():
+    ours, _ = filled("host", batch=2)
+    with pytest.raises(ValueError, match="batch_repeat_interleave"):
+        add((ours,), 4, 1, seed=1)
