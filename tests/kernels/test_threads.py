@@ -100,7 +100,7 @@ def test_a_quota_of_a_container_counts_as_so_many_processors(
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
 def test_kernels_run_on_the_threads_of_torch_and_start_no_other():
-    """As many as that are there if OpenMP binds the thread that asks to a processor."""
+    """The default is that many, too, where OpenMP binds the thread that asks to one processor."""
     most = min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
     program = f"""
 import os

@@ -93,7 +93,7 @@ def test_experts_that_no_token_chose_add_nothing_and_are_not_read(family: str, b
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-def test_any_activation_is_the_model_s_and_an_index_of_no_expert_is_refused(activation: str, bits: int | None):
+def test_any_activation_is_the_models_and_unknown_experts_are_refused(activation: str, bits: int | None):
     model = expert_model("mixtral")
     module = first_experts(model)
     module.act_fn = ACT2FN[activation]
