@@ -37,7 +37,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
     act, counting = partial(CHANGES[change], path), Interruption(ERRORS[error])
     prepared(path, change)
     counting.run(act)
-    for line in range(0, counting.lines, max(1, counting.lines // budget(100, 100_000))):
+    for line in range(0, counting.lines, max(1, counting.lines // budget(60, 100_000))):
         prepared(path, change)
         interruption = Interruption(ERRORS[error], line)
         # A file that seems damaged goes with a warning.
