@@ -241,6 +241,12 @@ def test_where_numba_may_not_compile_one_sentence_says_so(tmp_path: Path):
     assert "Traceback" not in errors
 
 
+def test_a_first_kernel_adds_no_types_that_other_calls_look_through(tmp_path: Path):
+    numbers = "from numba.core.typing.typeof import typeof_impl; print(len(typeof_impl.registry))\n"
+    said, _ = run_small(tmp_path, f"import hf_hybrid_cache.kernels\n{numbers}{CALL_SMALL}{numbers}")
+    assert said.splitlines()[0] == said.splitlines()[-1]
+
+
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")
 def test_inline_assembly_when_kernel_comes_from_file_then_compiles():
     run_program("""

@@ -5,6 +5,9 @@ from inspect import signature
 from typing import Any
 
 import numba
+
+# Numba imports it with the first kernel, on whichever thread, while a call on another one may look through its types.
+import numba.experimental.function_type
 from numba.core.registry import CPUDispatcher
 
 from ...errors import HybridCacheError
