@@ -69,7 +69,12 @@ class DocumentPrompt:
     @property
     def counts(self) -> str:
         """The tokens that are in the prompt, and those of all documents, as a text."""
-        return f"{self.read_tokens:,} of {'about ' * self.is_estimate}{self.tokens:,}"
+        return f"{self.read_tokens:,} of {self._about}{self.tokens:,}"
+
+    @property
+    def _about(self) -> str:
+        """The word before a number of tokens that may be an estimate."""
+        return "about " * self.is_estimate
 
     def notice(self, why: str) -> str:
         """
@@ -80,19 +85,18 @@ class DocumentPrompt:
         """
         if self.read_tokens == self.tokens:
             return ""
-        about = "about " if self.is_estimate else ""
         whose = "document's" if len(self.parts) == 1 else f"{len(self.parts):,} documents'"
         return (
-            f"Only the first {self.read_tokens:,} of the {whose} {about}{self.tokens:,} tokens were read ({why})."
-            f"{self._by_part(about) if len(self.parts) > 1 else ''} "
-            f"The answer knows nothing of the last {about}{self.tokens - self.read_tokens:,}."
+            f"Only the first {self.read_tokens:,} of the {whose} {self._about}{self.tokens:,} tokens were read ({why})."
+            f"{self._by_part() if len(self.parts) > 1 else ''} "
+            f"The answer knows nothing of the last {self._about}{self.tokens - self.read_tokens:,}."
         )
 
-    def _by_part(self, about: str) -> str:
+    def _by_part(self) -> str:
         """Return a sentence each for the documents that are read whole, in part, and not at all."""
         whole = [part.document for part in self.parts if part.read_tokens == part.tokens]
         cut = [
-            f"{part.document} ({part.read_tokens:,} of {about}{part.tokens:,} tokens)"
+            f"{part.document} ({part.read_tokens:,} of {self._about}{part.tokens:,} tokens)"
             for part in self.parts
             if 0 < part.read_tokens < part.tokens
         ]

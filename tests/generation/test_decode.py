@@ -214,7 +214,7 @@ def managed_by_accelerate(model: PreTrainedModel) -> None:
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
 
 
-def bart(model: PreTrainedModel) -> PreTrainedModel:
+def bart() -> PreTrainedModel:
     sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 128}
     return BartForConditionalGeneration(BartConfig(**sizes, encoder_layers=1, decoder_layers=1)).eval()
 
@@ -225,16 +225,22 @@ def small_vocabulary() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"use_cache": False}, "use_cache=False forbids it. Use use_cache=True"),
-    ({"synced_gpus": True}, "synced_gpus=True, but weights shared out to processes cannot be moved"),
-    ({"dola_layers": "high"}, r"DOLA_GENERATION is not part of transformers any more \(transformers-community/dola\)"),
-    ({"num_beams": 2, "streamer": interrupting(after=3)}, "`streamer` cannot be used with beam search"),
-    ({"assistant_model": small_vocabulary()}, r"vocabulary has 99 tokens and the model's 128.*Use an assistant with"),
+# What makes options of `generate`, and what the error says.
+OPTIONS: list[tuple[Callable[[], dict[str, Any]], str]] = [
+    (lambda: {"use_cache": False}, "use_cache=False forbids it. Use use_cache=True"),
+    (lambda: {"synced_gpus": True}, "synced_gpus=True, but weights shared out to processes cannot be moved"),
+    (
+        lambda: {"dola_layers": "high"},
+        r"DOLA_GENERATION is not part of transformers any more \(transformers-community/dola\)",
+    ),
+    (lambda: {"num_beams": 2, "streamer": interrupting(after=3)}, "`streamer` cannot be used with beam search"),
+    (
+        lambda: {"assistant_model": small_vocabulary()},
+        r"vocabulary has 99 tokens and the model's 128.*Use an assistant with",
+    ),
 ]
 # What is done to a model, how it is to decode, and what the error says.
 MODELS: list[tuple[Callable[[PreTrainedModel], object], DecodeOnCPU, str]] = [
-    (bart, DecodeOnCPU(), "decoder-only models, and BartForConditionalGeneration is an encoder-decoder"),
     (managed_by_accelerate, IN_FLOAT64, r"accelerate manages .* device_map='cuda:0'"),
     (
         lambda model: setattr(model, "hf_quantizer", SimpleNamespace(quantization_config={"bits": 4})),
@@ -270,18 +276,19 @@ def test_what_cannot_decode_on_the_cpu_is_refused_before_the_prompt():
     for given in ({}, cache_argument(stock(model.config))):
         with pytest.raises(TypeError, match=rf"type DynamicCache\. Pass {CACHE_ARGUMENT}=DynamicHybridCache"):
             model.generate(ids, **given, max_new_tokens=2, custom_generate=DecodeOnCPU())
+    with pytest.raises(ValueError, match="decoder-only models, and BartForConditionalGeneration is an encoder-decoder"):
+        bart().generate(ids, max_new_tokens=2, num_beams=1, custom_generate=DecodeOnCPU())
     for options, message in OPTIONS:
         with pytest.raises(ValueError, match=message):
-            decode(model, ids, custom_generate=DecodeOnCPU(), **options)
+            decode(model, ids, custom_generate=DecodeOnCPU(), **options())
 
 
 @pytest.mark.parametrize(("change", "decoder", "message"), MODELS, ids=range(len(MODELS)))
 def test_model_that_cannot_be_moved_is_refused_before_the_prompt(change: Callable, decoder: DecodeOnCPU, message: str):
     model, cache = new_llama(), dynamic(llama())
-    changed = change(model)
-    model = changed if change is bart else model
+    change(model)
     with pytest.raises((ValueError, HostMemoryError), match=message):
-        decode(model, random_prompt(1, 20), cache, num_beams=1, custom_generate=decoder)
+        decode(model, random_prompt(1, 20), cache, custom_generate=decoder)
     assert cache.get_seq_length() == 0
     assert model.dtype == torch.float32
 

@@ -87,12 +87,14 @@ def test_a_cell_is_measured_and_recorded(name: str, sweep: Sweep, tmp_path: Path
     for cache, result in results.items():
         numbers, bits = 2 * 2 * 2 * 16 * 69, CACHES[cache].weights  # the last token is only predicted
         whole = numbers * fastest_dtype().itemsize
-        assert whole * (0.2 if "quantized" in cache else 1) <= result["kv_bytes"] <= 3 * whole
+        # Room for the tokens of a quantized layer that stay in full precision is made whole.
+        least, most = (0.2, 3) if "quantized" in cache else (1, 2)
+        assert least * whole <= result["kv_bytes"] <= most * whole
         assert len(result["step_seconds"]) == 2
         assert result["peak_bytes"]["host_over_model"] >= 0  # so little may fit into what was given back before
         if bits is not None:  # codes are read, with scales, and a head in 8 bits
             share = result["weight_bytes"] / results["dynamic"]["weight_bytes"]
-            assert bits < share * 8 * fastest_dtype().itemsize < 10
+            assert bits < share * 8 * fastest_dtype().itemsize < bits + 3
     with (tmp_path / store.SUMMARY).open() as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["measured"] * len(results)
 
