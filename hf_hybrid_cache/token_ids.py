@@ -41,3 +41,9 @@ def first_difference(known: torch.Tensor, given: torch.Tensor) -> tuple[int, int
         return None
     sequence, position = different[different[:, 1].argmin()].tolist()
     return sequence, position
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return with how many equal token ids two sequences begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

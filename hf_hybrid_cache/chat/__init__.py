@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .chat import MOST_TOGETHER, Chat, Turn
-    from .generating import Answer, FinishReason, Generator
-    from .prompts import ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
+    from .chat import MOST_TOGETHER, Chat, OpenAnswerError, Turn
+    from .generating import Answer, FinishReason, Generator, Rows
+    from .prompts import Asked, ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
     from .settings import DEFAULT_BITS, AnswerSettings, SettingError
-    from .states import CACHES, can_answer_together, is_out_of_memory
+    from .states import CACHES, States, cache_maker, can_answer_together, is_out_of_memory
 
 __all__ = [
     "CACHES",
@@ -17,15 +17,20 @@ __all__ = [
     "MOST_TOGETHER",
     "Answer",
     "AnswerSettings",
+    "Asked",
     "Chat",
     "ChatTemplate",
     "DocumentPart",
     "DocumentPrompt",
     "FinishReason",
     "Generator",
+    "OpenAnswerError",
     "PromptError",
+    "Rows",
     "SettingError",
+    "States",
     "Turn",
+    "cache_maker",
     "can_answer_together",
     "context_length",
     "is_out_of_memory",
@@ -34,10 +39,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "chat": ("MOST_TOGETHER", "Chat", "Turn"),
-        "generating": ("Answer", "FinishReason", "Generator"),
-        "prompts": ("ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
+        "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
+        "generating": ("Answer", "FinishReason", "Generator", "Rows"),
+        "prompts": ("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
-        "states": ("CACHES", "can_answer_together", "is_out_of_memory"),
+        "states": ("CACHES", "States", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },
 )

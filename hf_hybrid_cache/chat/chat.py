@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -16,8 +17,9 @@ from ..cache import HybridCache
 from ..documents import Documents, read_documents
 from ..errors import HybridCacheError
 from ..prefix_store import PrefixStore, Reuse, StoredPrompt
-from .generating import Answer, FinishReason, Generator, Rows
-from .prompts import ChatTemplate, DocumentPrompt, PromptError, context_length
+from ..token_ids import num_common
+from .generating import Answer, Generator, Rows
+from .prompts import Asked, ChatTemplate, DocumentPrompt, PromptError, context_length
 from .settings import DEFAULT_BITS, AnswerSettings
 from .states import States, cache_maker, can_answer_together, is_out_of_memory
 
@@ -26,28 +28,28 @@ MOST_TOGETHER = 32
 # Tokens of a long context that documents leave to questions and answers.
 _TALK_TOKENS = 2048
 _LONGEST_TITLE = 100
+# The detail of a conversation that is kept, by which it goes on.
+_TALK = "conversation"
+
+
+class OpenAnswerError(HybridCacheError, RuntimeError):
+    """An answer of the conversation has begun, and has not ended."""
 
 
 class Turn(NamedTuple):
-    """A question that was asked, and the number of tokens before it, and before its answer."""
-
-    start: int
-    question: str
-    answer: int
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A question, its tokens, and the tokens of an answer for which the model's context has room."""
+    """A question, the text of its answer, as later questions repeat it, and the tokens that were generated."""
 
     question: str
+    answer: str
     token_ids: list[int]
-    room: int
 
 
 class Chat:
     """
     A conversation about documents, which are read once, or about nothing.
+
+    The chat template is asked about the whole conversation at each question. What the cache holds of the prompt is not
+    read again. One answer is generated at a time.
 
     Args:
         model: answers.
@@ -64,16 +66,13 @@ class Chat:
         store: a `PrefixStore`, or its folder: what is read is looked for there, and kept, and so is the conversation
             after each answer.
         settings: how answers are generated.
-        keeps_answers: keep the conversation after each answer, not only what is read before the first one.
         details: kept with the conversation, see `PrefixStore.keep`.
-        generator: of another conversation with this model, for one of many that take turns.
         progress: show how far a prompt is read; or what is called with the number of tokens of each part that is read,
             or comes from the store.
         remark: receives sentences that are no answers; `None` drops them.
 
     Attributes:
-        token_ids: of the documents, questions and answers; the cache may lack the last ones.
-        turns: the questions that were asked.
+        turns: the questions that were asked, and their answers.
         document: the tokens of the documents, and how many of each are read.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
@@ -108,9 +107,7 @@ class Chat:
         cpu_decode: bool | None = None,
         store: PrefixStore | str | os.PathLike[str] | None = None,
         settings: AnswerSettings | None = None,
-        keeps_answers: bool = True,
         details: Mapping[str, Any] | None = None,
-        generator: Generator | None = None,
         progress: bool | Callable[[int], None] = True,
         remark: Callable[[str], None] | None = None,
     ):
@@ -119,11 +116,11 @@ class Chat:
         self.turns: list[Turn] = []
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
-        self._model, self._tokenizer, self._generator = model, tokenizer, generator or Generator(model, tokenizer)
+        self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
         self._progress, self._remark = progress, remark or _ignore
         self._template = ChatTemplate(tokenizer, system)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
-        self._details, self._keeps_answers = dict(details or {}), keeps_answers
+        self._details = dict(details or {})
         given: Cache | Callable[[], Cache]
         if isinstance(cache, Cache):
             given = cache
@@ -135,10 +132,7 @@ class Chat:
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
         self.document = self._fitting(self.documents, context, leave)
         self._has_document = self.documents is not None
-        self.token_ids = list(self.document.token_ids)
-        self._document_tokens = len(self.token_ids)
-        # Of a text that is used as it is: the tokens that others begin with, too, and the one before the answer.
-        self._shared_tokens, self._before_answer = 0, 0
+        self._is_open = False
         self._title: str | None = None
         self._stored_id: str | None = None
         self._stored_tokens: list[int] = []
@@ -173,16 +167,19 @@ class Chat:
         if stored is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
         details = dict(stored.details)
-        turns = details.pop("turns", ())
+        talk = details.pop(_TALK, None)
+        if talk is None:
+            raise ValueError(
+                f"{stored.name} was kept by another version of this package, or by another program: ask its document "
+                "with a new Chat."
+            )
         form: dict[str, Any] = {name: details.get(name) for name in ("system", "cache", "bits")}
         chat = cls(model, tokenizer, store=store, details=details, **(form | options))
-        assert isinstance(chat.cache, HybridCache)
-        store.resume(model, stored, chat.cache)
-        chat.token_ids, chat._document_tokens = stored.token_ids.tolist(), stored.document_tokens
-        chat.document = DocumentPrompt(chat.token_ids[: stored.document_tokens])
-        chat._has_document = chat.document.token_ids != chat._template.start()
-        chat.turns = [Turn(*turn) for turn in turns]
-        chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, list(chat.token_ids)
+        chat._states.resume(store, stored)
+        token_ids = stored.token_ids.tolist()
+        chat.document = DocumentPrompt(token_ids[: stored.document_tokens])
+        chat._has_document, chat.turns = talk["has_document"], [Turn(*turn) for turn in talk["turns"]]
+        chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, token_ids
         return chat
 
     def __repr__(self) -> str:
@@ -194,9 +191,18 @@ class Chat:
         return self._states.cache
 
     @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the documents, questions and answers; the cache may lack the last ones."""
+        if not self.turns:
+            return list(self.document.token_ids)
+        *before, last = self.turns
+        return [*self._prompt(before, last.question), *last.token_ids]
+
+    @property
     def num_missing(self) -> int:
         """The tokens that the cache lacks, which are read before the next answer; after an answer it lacks the last."""
-        return len(self.token_ids) - self._states.num_tokens
+        token_ids = self.token_ids
+        return len(token_ids) - num_common(self._states.token_ids, token_ids)
 
     @property
     def num_free(self) -> int:
@@ -210,9 +216,10 @@ class Chat:
 
     @system.setter
     def system(self, text: str | None) -> None:
+        self._require_closed()
         old, template = self._template.start(), ChatTemplate(self._tokenizer, text)
-        new = template.start()
-        if self.token_ids[: len(old)] != old:
+        new, document = template.start(), self.document.token_ids
+        if document[: len(old)] != old:
             raise PromptError("It cannot be told where the document of this conversation begins: no message is set.")
         more = len(new) - len(old)
         if self.num_free <= more:
@@ -221,10 +228,7 @@ class Chat:
                 f"context is {self.context:,}: the message is not set."
             )
         self._template = template
-        self.token_ids[: len(old)] = new
-        self.turns = [turn._replace(start=turn.start + more, answer=turn.answer + more) for turn in self.turns]
-        self._document_tokens += more
-        self._states.forget()
+        self.document = replace(self.document, token_ids=[*new, *document[len(old) :]])
 
     def read(self) -> float:
         """
@@ -235,14 +239,12 @@ class Chat:
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the cache keeps what was read.
+            OpenAnswerError: an answer is generated.
             PrefixStoreError: documents of this model cannot be kept.
         """
+        self._require_closed()
         start = time.perf_counter()
-        if self._states.num_tokens < self._document_tokens:
-            with self._states.whole_afterwards():
-                self._read_document()
-        if self.num_missing > 1:
-            self._states.read(torch.tensor([self.token_ids]))
+        self._read(self.token_ids)
         return time.perf_counter() - start
 
     def ask(self, question: str, settings: AnswerSettings | None = None) -> Iterator[str]:
@@ -257,39 +259,30 @@ class Chat:
 
         Raises:
             PromptError: the model's context has no room for an answer, or the chat template changes the question.
+            OpenAnswerError: another answer has begun, and has not ended.
             MemoryError, RuntimeError: memory ends; the question is taken back.
         """
-        asked = self._asked(question)
-        return self._answer(asked, settings or self.settings)
+        self._require_closed()
+        self._asked(question)  # what is refused is refused before anything is read
+        return self._answer(question, settings or self.settings)
 
-    def complete(self, text: str, settings: AnswerSettings | None = None, shared: int = 0) -> Iterator[str]:
+    def complete(self, text: str, settings: AnswerSettings | None = None) -> Iterator[str]:
         """
         Yield what follows a text that is used as it is, without chat template and documents; otherwise as `ask`.
 
+        It does not become a part of the conversation.
+
         Args:
-            text: with which the conversation begins.
+            text: special tokens are written in it as the tokenizer does.
             settings: of the answer; `None` for `self.settings`.
-            shared: characters with which other texts begin, too, such as a document: they find in the store what is
-                read of it.
 
         Raises:
-            ValueError: the conversation has a document, or a question.
             PromptError: the text has no tokens, or the model's context has no room for an answer.
+            OpenAnswerError: another answer has begun, and has not ended.
         """
-        if self.documents is not None or self.turns:
-            raise ValueError("A text that is used as it is begins a conversation: use a new Chat without documents.")
-        token_ids, shared_tokens = self._template.without_template(text, shared)
-        room = self.context - len(token_ids)
-        if room < 1:
-            raise PromptError(
-                f"The prompt has {len(token_ids):,} tokens, and the model's context is {self.context:,}: no room is "
-                "left for an answer. Shorten it, or use it as a document, which is cut to fit."
-            )
-        self._states.forget()
-        self.token_ids, self._title = token_ids[:-1], _title(None, text)
-        self._document_tokens, self._shared_tokens = len(self.token_ids), shared_tokens
-        self._before_answer = token_ids[-1]
-        return self._answer(_Asked("", token_ids[-1:], room), settings or self.settings)
+        self._require_closed()
+        asked = Asked.of("", self._template.whole_prompt(text)[0], self.context)
+        return self._completed(asked, text, settings or self.settings)
 
     def ask_all(
         self, questions: Sequence[str], at_once: int = 1, settings: AnswerSettings | None = None
@@ -307,9 +300,13 @@ class Chat:
 
         Raises:
             PromptError: the context has no room for a question and an answer; nothing is asked then.
+            OpenAnswerError: another answer has begun, and has not ended.
             MemoryError, RuntimeError: memory ends with a single answer.
         """
-        return self._answers([self._asked(question) for question in questions], at_once, settings or self.settings)
+        self._require_closed()
+        for question in questions:
+            self._asked(question)
+        return self._answers(questions, at_once, settings or self.settings)
 
     def require_room(self, question: str) -> None:
         """
@@ -322,16 +319,13 @@ class Chat:
 
     def undo(self) -> str | None:
         """Take back the last question and its answer; return the question, or `None` if nothing was asked."""
-        if not self.turns:
-            return None
-        turn = self.turns.pop()
-        self._shorten(turn.start)
-        return turn.question
+        self._require_closed()
+        return self.turns.pop().question if self.turns else None
 
     def forget(self) -> None:
         """Take back all questions and answers."""
+        self._require_closed()
         self.turns.clear()
-        self._shorten(self._document_tokens)
 
     def keep(self) -> None:
         """
@@ -343,22 +337,45 @@ class Chat:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
             PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
-        if self._store is None or self.token_ids == self._stored_tokens:
+        self._require_closed()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the conversation; see `keep`."""
+        token_ids = self.token_ids
+        if self._store is None or token_ids == self._stored_tokens:
             return
-        self.read()
+        self._read(token_ids)
         if not self.turns and self._stored_id is None:
             return
         assert isinstance(self.cache, HybridCache)
         self._stored_id = self._store.keep(
             self._model,
-            torch.tensor([self.token_ids]),
+            torch.tensor([token_ids]),
             self.cache,
-            document_tokens=self._document_tokens,
+            document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._all_details() | {"turns": [list(turn) for turn in self.turns]},
+            details=self._all_details() | {_TALK: {"has_document": self._has_document, "turns": self.turns}},
             replaces=self._stored_id,
         )
-        self._stored_tokens = list(self.token_ids)
+        self._stored_tokens = token_ids
+
+    def _require_closed(self) -> None:
+        """Raise `OpenAnswerError` while an answer is generated."""
+        if self._is_open:
+            raise OpenAnswerError(
+                "An answer of this conversation has begun, and has not ended: take all of it, or close it by .close()."
+            )
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Keep others from the conversation while an answer is generated."""
+        self._require_closed()
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def _read_files(self, names: Sequence[str | os.PathLike[str]]) -> Documents | None:
         names = [names] if isinstance(names, str | os.PathLike) else names
@@ -380,167 +397,123 @@ class Chat:
             most = min(most, context + len(self._template.start()))
         return self._template.document(documents, most)
 
-    def _asked(self, question: str) -> _Asked:
-        """Return a question with its tokens; see `require_room`."""
-        if len(self.token_ids) == self._document_tokens:
-            new = self._template.first_question(question, after_document=self._has_document)
-        else:
-            new = self._template.next_question(question, self.token_ids[-1])
-        room = self.num_free - len(new)
-        if room < 1:
-            raise PromptError(
-                f"The conversation has {len(self.token_ids):,} tokens, the question {len(new):,}, and the model's "
-                f"context is {self.context:,}: no room is left for an answer."
-            )
-        return _Asked(question, new, room)
+    def _prompt(self, turns: Sequence[Turn], question: str) -> list[int]:
+        """Return the tokens of a question after turns, with the documents before them."""
+        texts = [text for turn in turns for text in (turn.question, turn.answer)]
+        return self._template.conversation([*texts, question], self.document.token_ids if self._has_document else None)
 
-    def _answer(self, asked: _Asked, settings: AnswerSettings) -> Iterator[str]:
+    def _asked(self, question: str) -> Asked:
+        """Return a question with its tokens; see `require_room`."""
+        return Asked.of(question, self._prompt(self.turns, question), self.context)
+
+    def _read(self, token_ids: list[int]) -> None:
+        """Let the cache hold these tokens; if it lacks the last one alone, that is read with the next ones."""
+        document = self.document.token_ids
+        if num_common(self._states.token_ids, document) < len(document) == num_common(token_ids, document):
+            with self._states.whole_afterwards():
+                self._read_document(document)
+        held = num_common(self._states.token_ids, token_ids)
+        if len(token_ids) - held > 1:
+            self._states.read(token_ids)
+        else:
+            self._states.go_back(held)
+
+    def _read_document(self, document: list[int]) -> None:
+        """Take the document from the store, if there is one, or read it."""
+        if self._store is None or not isinstance(self.cache, HybridCache) or len(document) < 2:
+            self._states.read(document)
+            return
+        title = self._title or _title(self.documents)
+        self._read_with_store(self._store, document, document_tokens=len(document), title=title)
+
+    def _read_with_store(self, store: PrefixStore, token_ids: list[int], **options: Any) -> None:
+        """Read tokens anew, by the store, and say what came from there."""
+        self.reuse = self._states.read_with(store, token_ids, details=self._all_details(), **options)
+        if self.reuse.num_tokens:
+            self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {store.path}")
+
+    def _answer(self, question: str, settings: AnswerSettings) -> Iterator[str]:
         """Answer a question, see `ask`."""
-        before, start, rows = len(self.token_ids), time.perf_counter(), Rows()
-        prompt = torch.tensor([[*self.token_ids, *asked.token_ids]])
-        limit, is_whole = min(settings.max_new_tokens, asked.room), False
+        with self._open():
+            asked, last = self._asked(question), self.last
+            before = asked.token_ids[: num_common(asked.token_ids, self.token_ids)]
+
+            def read() -> None:
+                self._read(before)
+                self._states.keep_checkpoint()
+
+            try:
+                yield from self._pieces(asked, settings, read)
+            finally:
+                if self.last is not None and self.last is not last:
+                    answer = self._generator.text(self.last.token_ids, settings.stop)
+                    self.turns.append(Turn(question, answer, self.last.token_ids))
+                    self._keep_or_say()
+
+    def _completed(self, asked: Asked, text: str, settings: AnswerSettings) -> Iterator[str]:
+        """Answer a whole prompt, see `complete`."""
+
+        def read() -> None:
+            if self._store is not None and isinstance(self.cache, HybridCache) and len(asked.token_ids) > 1:
+                self._read_with_store(self._store, asked.token_ids, title=_title(None, text))
+
+        with self._open():
+            yield from self._pieces(asked, settings, read)
+
+    def _pieces(self, asked: Asked, settings: AnswerSettings, read: Callable[[], None]) -> Iterator[str]:
+        """Yield the text of an answer, once what comes before is read; make it the last one, unless it fails."""
+        start, rows, is_whole = time.perf_counter(), Rows(), False
+        limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
         try:
             with self._states.whole_afterwards():
-                self.read()
-                self._states.keep_checkpoint()
-                self._states.read(prompt[:, :-1])
-                mask, settings = torch.ones_like(prompt), replace(settings, max_new_tokens=limit)
-                yield from self._generator.pieces(prompt, mask, self.cache, settings, rows)
-                is_whole = True
+                read()
+            yield from self._states.answer(asked.token_ids, self._generator, limited, rows)
+            is_whole = True
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException:
             rows.token_ids[0].clear()
             raise
         finally:
-            token_ids = rows.token_ids[0]
-            if token_ids:
-                self.token_ids += [*asked.token_ids, *token_ids]
-                self.turns.append(Turn(before, asked.question, prompt.shape[1]))
-                self.last = self._recorded(asked, token_ids, prompt.shape[1], start, rows, settings, is_whole)
-                if self._keeps_answers:
-                    self._keep_or_say()
-            else:
-                self._shorten(before)
+            if rows.token_ids[0]:
+                self.last = self._generator.answer_to(asked, rows, 0, settings, start, is_whole)
 
-    def _recorded(
-        self,
-        asked: _Asked,
-        token_ids: list[int],
-        prompt_tokens: int,
-        start: float,
-        rows: Rows,
-        settings: AnswerSettings,
-        is_whole: bool = True,
-    ) -> Answer:
-        """Return an answer with all that is known of it."""
-        reason: FinishReason = "stop"
-        if not is_whole:
-            reason = "interrupted"
-        elif not self._generator.is_ended(token_ids, settings.stop):
-            reason = "context" if len(token_ids) >= asked.room else "length"
-        return Answer(
-            question=asked.question,
-            text=self._generator.text(token_ids, settings.stop),
-            token_ids=token_ids,
-            finish_reason=reason,
-            prompt_tokens=prompt_tokens,
-            first_token_seconds=(rows.first or rows.last) - start,
-            seconds=rows.last - start,
-            together=len(rows.token_ids),
-        )
-
-    def _answers(self, asked: list[_Asked], at_once: int, settings: AnswerSettings) -> Iterator[Answer]:
+    def _answers(self, questions: Sequence[str], at_once: int, settings: AnswerSettings) -> Iterator[Answer]:
         """Answer questions together, see `ask_all`."""
         if not isinstance(self.cache, HybridCache) or not can_answer_together(self._model):
             at_once = 1
-        while asked:
-            self.read()
-            # One whose answer the context cuts short is alone.
-            have_room = takewhile(lambda each: each.room >= settings.max_new_tokens, asked[:at_once])
-            together = asked[: max(1, len(list(have_room)))]
-            try:
-                answers = self._answered_together(together, settings)
-            except (MemoryError, RuntimeError) as error:
-                if len(together) == 1 or not is_out_of_memory(error):
-                    raise
-                at_once = len(together) // 2
-                self._remark(f"memory ended with {len(together)} answers at once: from here on {at_once}")
-                continue
-            asked = asked[len(together) :]
-            yield from answers
+        with self._open():
+            asked, so_far = [self._asked(question) for question in questions], self.token_ids
+            while asked:
+                # One whose answer the context cuts short is alone.
+                have_room = takewhile(lambda each: each.room >= settings.max_new_tokens, asked[:at_once])
+                together = asked[: max(1, len(list(have_room)))]
+                before = so_far[: min(num_common(so_far, each.token_ids) for each in together)]
+                self._read(before)
+                self._states.keep_checkpoint()
+                try:
+                    answers = self._answered_together(together, len(before), settings)
+                except (MemoryError, RuntimeError) as error:
+                    if len(together) == 1 or not is_out_of_memory(error):
+                        raise
+                    at_once = len(together) // 2
+                    self._remark(f"memory ended with {len(together)} answers at once: from here on {at_once}")
+                    continue
+                asked = asked[len(together) :]
+                yield from answers
 
-    def _answered_together(self, together: Sequence[_Asked], settings: AnswerSettings) -> list[Answer]:
-        """Answer questions together, and let the cache go back to the conversation."""
-        base, start, rows = len(self.token_ids), time.perf_counter(), Rows(len(together))
+    def _answered_together(self, together: Sequence[Asked], base: int, settings: AnswerSettings) -> list[Answer]:
+        """Answer questions whose prompts begin with the same `base` tokens, which the cache holds."""
+        start, rows = time.perf_counter(), Rows(len(together))
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, together[0].room))
-        prompts, mask = self._prompts_together([each.token_ids for each in together])
-        self._states.keep_checkpoint()
-        try:
-            with self._states.whole_afterwards():
-                self._states.read(prompts[:, :-1], mask[:, :-1])
-                for _ in self._generator.pieces(prompts, mask, self.cache, settings, rows):
-                    pass
-        finally:
-            self._shorten(base, len(together))
-        return [
-            self._recorded(
-                each,
-                self._generator.until_end(token_ids, settings.stop),
-                base + len(each.token_ids),
-                start,
-                rows,
-                settings,
-            )
-            for each, token_ids in zip(together, rows.token_ids, strict=True)
-        ]
-
-    def _prompts_together(self, questions: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Return the prompts of several questions, `[questions, tokens]`, and their attention mask.
-
-        Shorter questions are padded before them, so that all prompts begin with the conversation. Padding is a token of
-        the conversation, which a repetition penalty counts already.
-        """
-        longest = max(map(len, questions))
-        padding = [longest - len(question) for question in questions]
-        filler = self.token_ids[-1] if self.token_ids else 0
-        rows = [[*self.token_ids, *[filler] * pads, *ids] for pads, ids in zip(padding, questions, strict=True)]
-        input_ids = torch.tensor(rows)
-        positions = torch.arange(input_ids.shape[1]) - len(self.token_ids)
-        is_padding = (positions >= 0) & (positions < torch.tensor(padding)[:, None])
-        return input_ids, (~is_padding).long()
-
-    def _read_document(self) -> None:
-        """Take the document from the store, if there is one, or read it."""
-        prompt = self.token_ids[: self._document_tokens]
-        document = torch.tensor([prompt])
-        if self._store is None or not isinstance(self.cache, HybridCache) or document.shape[1] < 2:
-            self._states.read(document)
-            return
-        self._states.forget()
-        shared = self._shared_tokens
-        self.reuse = self._store.prefill(
-            self._model,
-            [*prompt, self._before_answer] if shared else prompt,
-            self.cache,
-            document_tokens=shared or self._document_tokens,
-            title=self._title or _title(self.documents),
-            details=self._all_details(),
-            progress=self._progress,
-        )
-        if self.reuse.num_tokens:
-            self._remark(f"{self.reuse.num_tokens:,} of {document.shape[1]:,} tokens are taken from {self._store.path}")
-
-    def _shorten(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Remove all tokens after the first `num_tokens`, and sequences beside the first."""
-        del self.token_ids[num_tokens:]
-        self._states.shorten(num_tokens, num_sequences)
+        prompts, mask = _prompts_together([each.token_ids for each in together], base)
+        self._states.answer_together(base, prompts, mask, self._generator, settings, rows)
+        return [self._generator.answer_to(each, rows, index, settings, start) for index, each in enumerate(together)]
 
     def _keep_or_say(self) -> None:
         """Keep the conversation, if there is a store; a failure is a remark, once."""
         try:
-            self.keep()
+            self._keep()
             self._has_failed_to_keep = False
         except HybridCacheError as error:
             if not self._has_failed_to_keep:
@@ -549,6 +522,22 @@ class Chat:
 
     def _all_details(self) -> dict[str, Any]:
         return self._details | {"system": self.system}
+
+
+def _prompts_together(prompts: Sequence[list[int]], base: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return prompts that begin with the same `base` tokens, `[prompts, tokens]`, and their attention mask.
+
+    Shorter ones are padded after these, so that all begin alike. Padding is a token that comes before, which a
+    repetition penalty counts already.
+    """
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    filler = prompts[0][base - 1] if base else 0
+    rows = [[*ids[:base], *[filler] * pads, *ids[base:]] for pads, ids in zip(padding, prompts, strict=True)]
+    positions = torch.arange(longest) - base
+    is_padding = (positions >= 0) & (positions < torch.tensor(padding)[:, None])
+    return torch.tensor(rows), (~is_padding).long()
 
 
 def _title(documents: Documents | None, question: str | None = None) -> str:

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
+from .prompts import Asked
 from .settings import AnswerSettings
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
@@ -111,7 +112,40 @@ class Generator:
         """Return the text of an answer, up to the first of the texts that end one."""
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         ends = [text.index(each) for each in stop if each in text]
-        return text[: min(ends, default=len(text))].strip()
+        return text[: min(ends, default=len(text))]
+
+    def answer_to(
+        self, asked: Asked, rows: "Rows", index: int, settings: AnswerSettings, start: float, is_whole: bool = True
+    ) -> Answer:
+        """
+        Return an answer with all that is known of it.
+
+        Args:
+            asked: the question.
+            rows: the tokens that were generated.
+            index: of the answer among them.
+            settings: by which it was generated.
+            start: `time.perf_counter` when it was asked.
+            is_whole: whether nobody ended it.
+        """
+        token_ids, together = rows.token_ids[index], len(rows.token_ids)
+        if together > 1:
+            token_ids = self.until_end(token_ids, settings.stop)
+        reason: FinishReason = "stop"
+        if not is_whole:
+            reason = "interrupted"
+        elif not self.is_ended(token_ids, settings.stop):
+            reason = "context" if len(token_ids) >= asked.room else "length"
+        return Answer(
+            question=asked.question,
+            text=self.text(token_ids, settings.stop).strip(),
+            token_ids=token_ids,
+            finish_reason=reason,
+            prompt_tokens=len(asked.token_ids),
+            first_token_seconds=(rows.first or rows.last) - start,
+            seconds=rows.last - start,
+            together=together,
+        )
 
     def is_ended(self, token_ids: list[int], stop: Sequence[str]) -> bool:
         """Return whether an answer ends with an end-of-text token of the model, or has one of the texts that end it."""

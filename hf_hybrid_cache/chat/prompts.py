@@ -1,18 +1,20 @@
 """The tokens of prompts: what comes before a document, the document as far as it fits, and questions after it."""
 
+import re
+import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..documents import Documents
 from ..errors import HybridCacheError
 
-# A text that no document holds.
-_MARK = "<<hf-hybrid-cache>>"
+# What follows a question where there is no chat template.
+_ANSWER = "\nAnswer:"
 # Characters of a token at most, on average over a long text; more are tokenized only if a document has fewer.
 _MOST_CHARACTERS = 8
 # Tokens beside those that are kept, so that the end of a piece changes none of them.
@@ -105,6 +107,32 @@ class DocumentPrompt:
         return "".join(f" {kind}: {_listed(names)}." for kind, names in kinds if names)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """
+    A question, and the prompt that ends with it.
+
+    Attributes:
+        question: its text; empty for a prompt that is used as it is.
+        token_ids: of the whole prompt.
+        room: tokens of the model's context that are left for an answer.
+    """
+
+    question: str
+    token_ids: list[int]
+    room: int
+
+    @classmethod
+    def of(cls, question: str, token_ids: list[int], context: int) -> Self:
+        """Return a question in a context of so many tokens; raises `PromptError` if it has no room for an answer."""
+        if len(token_ids) >= context:
+            raise PromptError(
+                f"The prompt has {len(token_ids):,} tokens, and the model's context is {context:,}: no room is left "
+                "for an answer."
+            )
+        return cls(question, token_ids, context - len(token_ids))
+
+
 def context_length(model: PreTrainedModel) -> int:
     """Return the tokens that the model can attend to; a very large number where its config has no limit."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31 - 1
@@ -112,9 +140,10 @@ def context_length(model: PreTrainedModel) -> int:
 
 class ChatTemplate:
     """
-    The texts of a conversation, by the tokenizer's chat template if it has one.
+    The tokens of a conversation, by the tokenizer's chat template if it has one.
 
-    A prompt is tokenized in two parts, the document and the question, so that other questions can follow it.
+    Special tokens are those of the template alone: texts that look like one are texts. A document is tokenized without
+    the question after it, so that other questions can follow it.
 
     Args:
         tokenizer: of the model.
@@ -126,7 +155,15 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None):
         self.tokenizer, self.system = tokenizer, system
-        if system is not None and (not tokenizer.chat_template or system.strip() not in self._text([_MARK])):
+        # No text has it, because nobody knows it.
+        self._mark = uuid.uuid4().hex
+        self._special = {id: each for id, each in tokenizer.added_tokens_decoder.items() if each.special}
+        self._ids_by_text = {each.content: id for id, each in self._special.items()}
+        texts = sorted(self._ids_by_text, key=len, reverse=True)
+        self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        if system is not None and (
+            not tokenizer.chat_template or self._as_text(system.strip()) not in self._conversation([self._mark])
+        ):
             raise PromptError("The model has no chat template with a system message: leave it out.")
 
     def start(self, document: str = "") -> list[int]:
@@ -134,54 +171,67 @@ class ChatTemplate:
         Return the tokens from the start to the end of a document, or to where the first question begins.
 
         Raises:
-            PromptError: the chat template refuses it.
+            PromptError: the chat template refuses it, or changes what follows.
         """
-        before = self._around(document.strip())[0]
-        ids: list[int] = self._ids(before, add_special_tokens=not self.tokenizer.chat_template)
-        return ids
+        return self._encoded(self._before_question(document.strip()), self._adds_special_tokens)[0]
 
-    def first_question(self, question: str, after_document: bool) -> list[int]:
+    def conversation(self, turns: Sequence[str], document: Sequence[int] | None = None) -> list[int]:
         """
-        Return the tokens of the first question, with what comes between it and the answer.
+        Return the tokens of a conversation up to the next answer.
 
-        Raises:
-            PromptError: the chat template changes the question.
-        """
-        after = self._around("." if after_document else "", question.strip())[1]
-        return self._ids(after)
-
-    def next_question(self, question: str, last_token: int) -> list[int]:
-        """
-        Return the tokens of a question after an answer, with what comes between them.
+        The template is asked about all of it each time: what it says of earlier turns may depend on later ones.
 
         Args:
-            question: its text.
-            last_token: the last one of the answer, which may be the one that ends its turn.
+            turns: questions and answers in turn; a question is the last one.
+            document: the tokens that `start` returned of the document that the first question follows; `None` for none.
 
         Raises:
-            PromptError: the chat template changes the question.
+            PromptError: the chat template refuses the conversation, or changes the first question.
         """
-        asked = question.strip()
-        if not self.tokenizer.chat_template:
-            return self.first_question(asked, after_document=True)
-        _, mark, after = self._text([".", _MARK, asked]).partition(_MARK)
-        if not mark or asked not in after:
-            raise PromptError("The model's chat template changes the question, so it cannot follow an answer.")
-        new = self._ids(after)
-        return new[1:] if new[0] == last_token and last_token in self.tokenizer.all_special_ids else new
+        if document is not None:
+            text = self._conversation([f"{self._mark}\n\n{turns[0]}", *turns[1:]])
+            _, mark, after = text.partition(self._mark)
+            if not mark:
+                raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
+            return [*document, *self._encoded(after)[0]]
+        text, start = self._conversation(turns), self._before_question()
+        if not text.startswith(start):
+            return self._encoded(text, self._adds_special_tokens)[0]
+        return [*self.start(), *self._encoded(text[len(start) :])[0]]
 
-    def without_template(self, text: str, shared: int = 0) -> tuple[list[int], int]:
+    def request(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
         """
-        Return the tokens of a text that is a whole prompt, and how many of them end in its first `shared` characters.
+        Return the tokens of messages up to the next answer, and how many of them another question may follow.
+
+        These are the tokens up to the last blank line of the last message, or up to this message.
+
+        Args:
+            messages: role and content of each.
+
+        Raises:
+            PromptError: there is no chat template, or it refuses them.
+        """
+        if not self.tokenizer.chat_template:
+            raise PromptError("The model has no chat template.")
+        role, last = messages[-1]
+        text = self._rendered(messages)
+        start = max(0, self._rendered([*messages[:-1], (role, self._mark)]).rfind(self._mark))
+        shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last).strip())) + 2)
+        token_ids, starts = self._encoded(text)
+        return token_ids, _tokens_within(starts, len(self._plain(text[:shared])))
+
+    def whole_prompt(self, text: str) -> tuple[list[int], int]:
+        """
+        Return the tokens of a text that is a whole prompt, and how many of them end with its last blank line.
 
         Raises:
             PromptError: it has none.
         """
         begins = bool(self.tokenizer.bos_token) and text.startswith(str(self.tokenizer.bos_token))
-        token_ids, starts = self._with_starts(text, add_special_tokens=not begins)
+        token_ids, starts = self._tokenized(text, add_special_tokens=not begins)
         if not token_ids:
             raise PromptError("The prompt is empty.")
-        return token_ids, max(0, bisect_right(starts, shared) - 1)
+        return token_ids, _tokens_within(starts, text.rfind("\n\n") + 2 if "\n\n" in text else 0)
 
     def document(self, documents: Documents, most_tokens: int) -> DocumentPrompt:
         """
@@ -197,7 +247,7 @@ class ChatTemplate:
         text = documents.text
         piece = text[: (most_tokens + _MARGIN) * _MOST_CHARACTERS]
         while True:
-            ids, starts = self._with_starts(piece)
+            ids, starts = self._encoded(self._as_text(piece))
             if len(piece) == len(text) or len(ids) >= most_tokens + _MARGIN:
                 break
             piece = text[: 2 * len(piece)]
@@ -215,56 +265,87 @@ class ChatTemplate:
             "it: ask for shorter answers, or use a model with a longer context."
         )
 
-    def _with_starts(self, text: str, add_special_tokens: bool = False) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text, and the characters at which they begin."""
-        if self.tokenizer.is_fast:
-            options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "verbose": False}
-            encoded = self.tokenizer(text, return_offsets_mapping=True, **options)
-            return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
-        ids = self._ids(text, add_special_tokens)  # such a tokenizer does not say where a token begins
-        return ids, [index * len(text) // len(ids) for index in range(len(ids))]
+    @property
+    def _adds_special_tokens(self) -> bool:
+        """Whether the tokenizer begins a prompt, and not the template."""
+        return not self.tokenizer.chat_template
 
-    def _around(self, document: str, question: str = _MARK) -> tuple[str, str]:
-        """Return the text up to the end of the document, and the text after it."""
-        middle = f"\n\n{question}" if document else question
+    def _before_question(self, document: str = "") -> str:
+        """Return the text up to the end of a document, or to where the first question begins."""
+        between = "\n\n" if document else ""
         # A template may trim a message, and so the separator after an empty document.
-        before, separator, after = self._text([f"{document}{middle}"]).rpartition(middle)
-        if not separator:
+        before, mark, _ = self._conversation([f"{document}{between}{self._mark}"]).rpartition(self._mark)
+        if not mark or not before.endswith(between):
             raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
-        return before, f"{middle}{after}"
+        return before.removesuffix(between)
 
-    def _text(self, turns: Sequence[str]) -> str:
-        """Return the text of a conversation up to the next answer; the user begins it."""
+    def _conversation(self, turns: Sequence[str]) -> str:
+        """Return the text of questions and answers up to the next answer, with marks, see `_as_text`."""
         if not self.tokenizer.chat_template:
-            return f"{turns[-1]}\nAnswer:"
-        roles = ("user", "assistant")
-        messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return self.text_of(messages)
+            ends = (_ANSWER, "\n\n")
+            return "".join(f"{self._as_text(text)}{ends[index % 2]}" for index, text in enumerate(turns))
+        messages = [("assistant" if index % 2 else "user", text) for index, text in enumerate(turns)]
+        return self._rendered(messages if self.system is None else [("system", self.system), *messages])
 
-    def text_of(self, messages: Sequence[dict[str, str]]) -> str:
-        """
-        Return the text of a conversation up to the next answer.
-
-        Args:
-            messages: role and content of each.
-
-        Raises:
-            PromptError: there is no chat template, or it refuses them.
-        """
-        if not self.tokenizer.chat_template:
-            raise PromptError("The model has no chat template.")
+    def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Return what the chat template makes of roles and contents, with marks, see `_as_text`."""
+        given = [{"role": role, "content": self._as_text(content)} for role, content in messages]
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            return str(self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program
             what = "this conversation" if self.system is None else "a system message, or this one: go on without it"
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise PromptError(f"The model's chat template refuses {what} ({reason}).") from error
 
-    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return ids
+    def _as_text(self, content: str) -> str:
+        """Return a text with marks in place of what looks like special tokens; those of the template stay."""
+        return self._special_texts.sub(lambda found: f"<{self._mark}:{self._ids_by_text[found[0]]}>", content)
+
+    def _plain(self, text: str) -> str:
+        """Return a text without marks."""
+        return re.sub(f"<{self._mark}:([0-9]+)>", lambda found: self._special[int(found[1])].content, text)
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text with marks, and the characters, of the text without them, where each begins."""
+        plain = self._plain(text)
+        token_ids, starts = self._tokenized(plain, add_special_tokens=add_special_tokens)
+        added = self.tokenizer.num_special_tokens_to_add() if add_special_tokens else 0
+        if sum(map(self._special.__contains__, token_ids)) == len(self._special_texts.findall(text)) + added:
+            return token_ids, starts
+        token_ids, starts, before, position, strips = [], [], 0, 0, False
+        for found in [*self._special_texts.finditer(text), None]:
+            piece = self._plain(text[position : found.start() if found else len(text)])
+            token = found and self._special[self._ids_by_text[found[0]]]
+            kept = piece.lstrip() if strips else piece
+            skipped = len(piece) - len(kept)
+            ids, places = self._tokenized(
+                kept.rstrip() if token and token.lstrip else kept,
+                add_special_tokens=add_special_tokens and not token_ids,
+                split_special_tokens=True,
+            )
+            token_ids += ids
+            starts += [before + skipped + place for place in places]
+            before += len(piece)
+            if found and token:
+                token_ids.append(self._ids_by_text[found[0]])
+                starts.append(before)
+                before, position, strips = before + len(found[0]), found.end(), token.rstrip
+        return token_ids, starts
+
+    def _tokenized(self, text: str, **options: bool) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text, and the characters at which they begin."""
+        if not text and not options.get("add_special_tokens"):
+            return [], []
+        if self.tokenizer.is_fast:
+            encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+            return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        ids: list[int] = self.tokenizer(text, verbose=False, **options)["input_ids"]
+        return ids, [index * len(text) // len(ids) for index in range(len(ids))]  # it does not say where they begin
+
+
+def _tokens_within(starts: Sequence[int], characters: int) -> int:
+    """Return how many tokens, by where they begin, end in so many first characters of a text."""
+    return max(0, bisect_right(starts, characters) - 1)
 
 
 def _listed(names: Sequence[str]) -> str:

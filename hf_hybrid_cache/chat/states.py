@@ -1,7 +1,7 @@
 """The states of a conversation in a cache, and the ways back."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,8 +11,11 @@ from transformers.cache_utils import Cache
 
 from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from ..layers import DeviceMemoryError, HybridLayer, IncompleteCacheError, NoCheckpointError
+from ..prefix_store import PrefixStore, Reuse, StoredPrompt
 from ..prompt_reading import prefill
-from .settings import DEFAULT_BITS
+from ..token_ids import num_common
+from .generating import Generator, Rows
+from .settings import DEFAULT_BITS, AnswerSettings
 
 CACHES: Mapping[str, Callable[..., Cache]] = {
     "stock": DynamicCache,
@@ -28,7 +31,10 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 class States:
     """
-    A cache, and how it takes tokens and gives them up again.
+    A cache, the tokens whose states it holds, and the ways to others.
+
+    Which tokens are computed is a matter of tokens alone: those of a prompt that the cache begins with stay, whoever
+    brought them, and the rest is read.
 
     Args:
         model: reads tokens.
@@ -45,16 +51,87 @@ class States:
         self._model, self._progress = model, progress
         self._make = None if isinstance(cache, Cache) else cache
         self.cache = cache if isinstance(cache, Cache) else cache()
+        # The cache holds the first of them, however their pass ended.
+        self._passed: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the cache holds."""
         return int(self.cache.get_seq_length())
 
-    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Read those of the tokens, `[sequences, tokens]`, that the cache lacks."""
-        if input_ids.shape[1] > self.num_tokens:
-            prefill(self._model, input_ids, self.cache, attention_mask=mask, progress=self._progress)
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens whose states the cache holds."""
+        return self._passed[: self.num_tokens]
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Go back to the tokens that these begin with, or to fewer, and read the rest."""
+        self.go_back(num_common(self.token_ids, token_ids))
+        self._passed = token_ids
+        if len(token_ids) > self.num_tokens:
+            prefill(self._model, torch.tensor([token_ids]), self.cache, progress=self._progress)
+
+    def read_with(self, store: PrefixStore, token_ids: Sequence[int], **options: Any) -> Reuse:
+        """Read a prompt anew, by `PrefixStore.prefill` with its options."""
+        self.forget()
+        self._passed, cache = token_ids, self.cache
+        assert isinstance(cache, HybridCache)
+        return store.prefill(self._model, list(token_ids), cache, progress=self._progress, **options)
+
+    def num_stored(self, store: PrefixStore, token_ids: Sequence[int], document_tokens: int) -> int:
+        """Return how many tokens of a prompt `read_with` would take from a store."""
+        cache = self.cache
+        assert isinstance(cache, HybridCache)
+        return store.num_stored(self._model, list(token_ids), cache, document_tokens=document_tokens)
+
+    def resume(self, store: PrefixStore, stored: StoredPrompt) -> None:
+        """Take the states of a conversation from a store."""
+        assert isinstance(self.cache, HybridCache)
+        store.resume(self._model, stored, self.cache)
+        self._passed = stored.token_ids.tolist()
+
+    def answer(
+        self, token_ids: Sequence[int], generator: Generator, settings: AnswerSettings, into: Rows
+    ) -> Iterator[str]:
+        """Yield the text of what follows a prompt; see `Generator.pieces`."""
+        with self.whole_afterwards():
+            self.read(token_ids[:-1])
+            prompt = torch.tensor([token_ids])
+            try:
+                yield from generator.pieces(prompt, torch.ones_like(prompt), self.cache, settings, into)
+            finally:
+                self._passed = [*token_ids, *into.token_ids[0]]
+
+    def answer_together(
+        self,
+        base: int,
+        prompts: torch.Tensor,
+        mask: torch.Tensor,
+        generator: Generator,
+        settings: AnswerSettings,
+        into: Rows,
+    ) -> None:
+        """
+        Generate what follows prompts, and go back to what all begin with, which the cache holds.
+
+        Args:
+            base: number of the tokens that all prompts begin with.
+            prompts: `[prompts, tokens]`.
+            mask: the same shape; 0 for padding.
+            generator: generates.
+            settings: of the answers.
+            into: receives their tokens.
+        """
+        self._passed = prompts[0, :base].tolist()
+        try:
+            with self.whole_afterwards():
+                prefill(self._model, prompts[:, :-1], self.cache, attention_mask=mask[:, :-1], progress=self._progress)
+                for _ in generator.pieces(prompts, mask, self.cache, settings, into):
+                    pass
+        finally:
+            self.go_back(base)
+            if len(prompts) > 1 and self.num_tokens:
+                self.cache.batch_select_indices(torch.tensor([0]))
 
     def keep_checkpoint(self) -> None:
         """Let the cache go back to what it holds now: the document, or what comes before a question."""
@@ -63,15 +140,12 @@ class States:
             for length in self.cache.checkpoints[1 : 1 - _MOST_CHECKPOINTS]:
                 self.cache.drop_checkpoint(length)
 
-    def shorten(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Forget all tokens after the first `num_tokens`, or more, and of several sequences all but the first."""
+    def go_back(self, num_tokens: int) -> None:
+        """Forget all tokens after the first `num_tokens`, or more."""
         more = self.num_tokens - num_tokens
         try:
-            if isinstance(self.cache, HybridCache):
-                if more > 0:
-                    self.cache.go_back(num_tokens)
-                if num_sequences > 1:
-                    self.cache.batch_select_indices(torch.tensor([0]))
+            if more > 0 and isinstance(self.cache, HybridCache):
+                self.cache.go_back(num_tokens)
             elif more > 0:
                 self.cache.crop(-more)
         except (NoCheckpointError, IncompleteCacheError):

@@ -149,7 +149,7 @@ class BatchReader:
         lengths = []
         for question in questions:
             with suppress(PromptError):
-                lengths.append(len(self._template.first_question(question.text, after_document=True)))
+                lengths.append(len(self._template.conversation([question.text], document=[])))
         half = (context_length(self._model) - self._settings.max_new_tokens) // 2
         return max((length for length in lengths if length <= half), default=min(lengths, default=0))
 

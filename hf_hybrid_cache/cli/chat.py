@@ -15,9 +15,6 @@ from .generate import why_no_more, write_notice
 from .options import DOCUMENT, Answer, Cache, DocumentOption, Model, Prompt, Store, option, with_options
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..chat import Chat
     from ..prefix_store import StoredPrompt
     from .chat_commands import ChatCommands
 
@@ -104,7 +101,8 @@ def chat(
             with raising_interrupts():
                 say(f"document read in {talk.read():.1f} s")
         if talk.turns:
-            say(_last_turn(talk, loaded.tokenizer))
+            last = talk.turns[-1]
+            say(f"last question: {shortened(last.question)}\nlast answer: {last.answer.strip()}")
         say("ask something; /help lists what else can be typed")
         # Ctrl-C ends only an answer where there is somebody who can end the conversation, too.
         with raising_interrupts() if lines.is_terminal else nullcontext():
@@ -164,13 +162,6 @@ def _as_stored(stored: "StoredPrompt", model: Model, cache: Cache, command_line:
                 "another conversation without --resume."
             )
     return replace(model, **of_model), replace(cache, **of_cache)
-
-
-def _last_turn(talk: "Chat", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The last question and its answer."""
-    turn = talk.turns[-1]
-    answer = tokenizer.decode(talk.token_ids[turn.answer :], skip_special_tokens=True)
-    return f"last question: {shortened(turn.question)}\nlast answer: {str(answer).strip()}"
 
 
 def _take_all(commands: "ChatCommands", lines: ChatInput, say: Callable[[str], None]) -> None:

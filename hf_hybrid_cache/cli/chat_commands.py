@@ -128,10 +128,9 @@ class ChatCommands:
             return
         if not self._chat.settings.temperature:
             self._remark("temperature 0 takes the likeliest tokens again: /set temperature 0.7 varies the answer")
-        before, turn = list(self._chat.token_ids), self._chat.turns[-1]
+        turn = self._chat.turns[-1]
         self._chat.undo()
         if not self._ask(turn.question):
-            self._chat.token_ids[:] = before
             self._chat.turns.append(turn)
             self._remark("the answer before stays")
 

@@ -70,9 +70,7 @@ class Task:
 
         leave = None
         if self.question is not None:  # documents leave no more room than it takes with its answer
-            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).first_question(
-                self.question, after_document=True
-            )
+            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).conversation([self.question], document=[])
             leave = len(asked) + self.settings.max_new_tokens
         given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
         given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
@@ -157,7 +155,7 @@ def generate(
         say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
-            _say_why_no_more(prefix_store, loaded, chat, notes)
+            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, notes)
         if prefix_store is not None and question is None and prompt_file is None:
             note(
                 notes, f"{len(chat.token_ids):,} tokens are read and kept in {prefix_store.path} in {chat.read():.2f} s"
@@ -234,12 +232,16 @@ def _as_options(names: Sequence[str], form: Mapping[str, Any]) -> str:
     return " and ".join(f"without --{name}" if value is None else f"with --{name} {value}" for name, value in values)
 
 
-def _say_why_no_more(store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", notes: Console) -> None:
+def _say_why_no_more(
+    store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", whole_prompt: str | None, notes: Console
+) -> None:
     """Tell what of a store cannot be used, and why."""
-    import torch
-
     from ..cache import HybridCache
+    from ..chat import ChatTemplate
 
-    if len(chat.token_ids) > 1 and isinstance(chat.cache, HybridCache):
-        for line in store.why(loaded.model, torch.tensor([chat.token_ids]), chat.cache).splitlines()[1:]:
+    token_ids = chat.token_ids
+    if whole_prompt is not None:
+        token_ids, _ = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)
+    if len(token_ids) > 1 and isinstance(chat.cache, HybridCache):
+        for line in store.why(loaded.model, token_ids, chat.cache).splitlines()[1:]:
             note(notes, line)

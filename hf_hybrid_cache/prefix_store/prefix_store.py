@@ -287,6 +287,15 @@ class PrefixStore(StoredPrompts):
             self._folder.remove_damaged(name)
         return list(damages.values())
 
+    def num_stored(
+        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, *, document_tokens: int = 0
+    ) -> int:
+        """Return how many tokens of a prompt `prefill` would take from the store; arguments and errors are its own."""
+        prompt = Prompt.to_read(model, input_ids, cache, self._identity, document_tokens)
+        match, _ = find(self._folder, prompt)
+        match.close()
+        return match.num_tokens
+
     def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
         """
         Tell what of a prompt is stored, and what keeps the nearest other states from being used.

@@ -1,24 +1,36 @@
-"""The conversations of a server: the last ones in memory, and what was read of all in a prefix store."""
+"""The answers of a server: what the caches in memory hold of a prompt is not read again, nor what a store has of it."""
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import HybridCache
-from ..chat import Answer, AnswerSettings, Chat, ChatTemplate, Generator, PromptError, is_out_of_memory
-from ..prefix_store import PrefixStore, PrefixStoreError
+from ..chat import (
+    Answer,
+    AnswerSettings,
+    Asked,
+    ChatTemplate,
+    Generator,
+    PromptError,
+    Rows,
+    States,
+    cache_maker,
+    context_length,
+    is_out_of_memory,
+)
+from ..prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError
 from ..storage import available_host_bytes
+from ..token_ids import num_common
 from .protocol import APIError
 
 # Role and text of each message.
 Messages = tuple[tuple[str, str], ...]
-# Of the host memory that is free once the model is loaded, for conversations.
+# Of the host memory that is free once the model is loaded, for caches.
 _SHARE = 4
-# No message of a client.
-_MARK = "\0"
 
 
 class Answered(NamedTuple):
@@ -32,16 +44,18 @@ class Engine:
     """
     Answers prompts, one at a time, each from what was read before.
 
-    A conversation that is in memory goes on from the tokens that it has. Any other prompt goes through the store.
+    A request is tokenized whole. What it begins with is taken from a cache in memory, or from the store.
 
     Args:
         model: answers.
         tokenizer: of the model.
         store: finds and keeps what is read.
-        memory_bytes: of the caches of conversations that stay in memory, those used longest ago go first; `None` for a
-            quarter of what is free.
+        memory_bytes: of the caches that stay in memory, those used longest ago go first; `None` for a quarter of what
+            is free.
         remark: receives sentences for who runs the server.
-        cache: name, bits and `cpu_decode` of the caches, as `Chat` takes them.
+        cache: name of the caches, as `Chat` takes it.
+        bits: of their keys and values, likewise.
+        cpu_decode: of them, likewise.
     """
 
     def __init__(
@@ -52,18 +66,19 @@ class Engine:
         *,
         memory_bytes: int | None,
         remark: Callable[[str], None],
-        **cache: Any,
+        cache: str,
+        bits: int | None = None,
+        cpu_decode: bool | None = None,
     ):
-        self._model, self._tokenizer, self._template = model, tokenizer, ChatTemplate(tokenizer)
+        self._model, self._store, self._remark = model, store, remark
+        self._template, self._generator = ChatTemplate(tokenizer), Generator(model, tokenizer)
+        self._context, self._make = context_length(model), cache_maker(cache, model, bits, cpu_decode)
+        self._details = {"cache": cache, "bits": bits}
         self._memory_bytes = available_host_bytes() // _SHARE if memory_bytes is None else memory_bytes
-        self._held = OrderedDict[Messages, Chat]()
-        self._options: dict[str, Any] = cache | {"remark": remark, "generator": Generator(model, tokenizer)}
+        # The one used last is the last.
+        self._held = list[States]()
+        self._has_failed_to_keep = False
         self._require_wanted: Callable[[], None] = lambda: None
-        try:
-            store.why(model, [0, 1], self._new_chat().cache)  # type: ignore[arg-type]
-            self._options |= {"store": store, "keeps_answers": False}
-        except PrefixStoreError as error:
-            remark(f"prompts are not kept, and each is read anew: {error}")
 
     def answer(
         self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
@@ -93,64 +108,68 @@ class Engine:
             raise APIError(503, message, "out_of_memory") from error
 
     def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
-        messages = () if isinstance(prompt, str) else tuple((role, text.strip()) for role, text in prompt)
-        held = self._taken(messages[:-1]) if messages and messages[-1][0] == "user" else None
-        chat, said = held or self._new_chat(), list[str]()
-        cached, num_turns = len(chat.token_ids) - chat.num_missing if held else 0, len(chat.turns)
+        start, rows = perf_counter(), Rows()
+        template = self._template
+        token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
+        asked = Asked.of("", token_ids, self._context)
+        states = self._taken(token_ids, shared)
         try:
-            if held:
-                pieces = chat.ask(messages[-1][1], settings)
-            else:
-                text = prompt if isinstance(prompt, str) else self._text(prompt)
-                pieces = chat.complete(text, settings, self._document_characters(prompt, text))
+            with states.whole_afterwards():
+                cached = self._begun(states, token_ids, shared)
+                states.read(token_ids[:-1])
+                states.keep_checkpoint()
+            limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
+            pieces = states.answer(token_ids, self._generator, limited, rows)
             with contextlib.closing(pieces):  # type: ignore[type-var]
                 for piece in pieces:
                     self._require_wanted()
                     if piece:
-                        said.append(piece)
                         yield piece
         finally:
-            if messages and chat.turns:
-                answer = ("assistant", "".join(said).strip())
-                self._hold((*messages, answer) if len(chat.turns) > num_turns else messages[:-1], chat)
-        assert chat.last is not None
-        yield Answered(chat.last, cached or (chat.reuse.num_tokens if chat.reuse else 0))
+            self._hold(states)
+        yield Answered(self._generator.answer_to(asked, rows, 0, settings, start), cached)
 
-    def _new_chat(self) -> Chat:
-        # A chat calls `progress` after each pass, when what was read is kept.
-        return Chat(self._model, self._tokenizer, progress=lambda _: self._require_wanted(), **self._options)
+    def _taken(self, token_ids: list[int], shared: int) -> States:
+        """Take a cache out of memory that saves more by what it has of a prompt than it loses, or make a new one."""
+        new = States(self._model, self._make, lambda _: self._require_wanted())
+        commons = [num_common(states.token_ids, token_ids) for states in self._held]
+        if commons:
+            best = max(range(len(commons)), key=commons.__getitem__)
+            stored = self._from_store(lambda: new.num_stored(self._store, token_ids, document_tokens=shared))
+            if commons[best] - stored > self._held[best].num_tokens - commons[best]:
+                return self._held.pop(best)
+        return new
 
-    def _text(self, messages: Messages) -> str:
-        return self._template.text_of([{"role": role, "content": content} for role, content in messages])
+    def _begun(self, states: States, token_ids: list[int], shared: int) -> int:
+        """Read a prompt with the store into a cache that has nothing of it; return how many tokens are not computed."""
+        if held := num_common(states.token_ids, token_ids[:-1]):
+            return held
+        if len(token_ids) < 2:
+            return 0
+        options: dict[str, Any] = {"document_tokens": shared, "details": self._details}
+        return self._from_store(lambda: states.read_with(self._store, token_ids, **options).num_tokens)
 
-    def _document_characters(self, prompt: Messages | str, text: str) -> int:
-        """Return where the question may begin: after the last blank line, or with the last message."""
-        if isinstance(prompt, str):
-            return text.rfind("\n\n") + 2 if "\n\n" in text else 0
-        role, last = prompt[-1]
-        start = max(0, self._text((*prompt[:-1], (role, _MARK))).rfind(_MARK))
-        return max(start, text.rfind("\n\n", start, start + len(last.strip())) + 2)
+    def _from_store(self, asked: Callable[[], int]) -> int:
+        """Return the store's answer; 0 where it has none, of which a remark tells once."""
+        try:
+            told = asked()
+        except (PrefixStoreError, PrefixStoreFolderError) as error:
+            if not self._has_failed_to_keep:
+                self._remark(f"prompts are not kept, and each is read anew: {error}")
+            self._has_failed_to_keep = True
+            return 0
+        self._has_failed_to_keep = False
+        return told
 
-    def _taken(self, before: Messages) -> Chat | None:
-        """Take the conversation with these messages out of memory; what was asked after them is taken back."""
-        for messages in sorted(self._held, key=len):
-            turns, rest = divmod(len(messages) - len(before), 2)
-            if messages[: len(before)] == before and not rest and turns < len(self._held[messages].turns):
-                chat = self._held.pop(messages)
-                for _ in range(turns):
-                    chat.undo()
-                return chat
-        return None
-
-    def _hold(self, messages: Messages, chat: Chat) -> None:
-        """Let a conversation stay in memory, without those used longest ago if all together are too large."""
-        self._held[messages] = chat
-        self._held.move_to_end(messages)
-        while self._held and sum(map(_num_bytes, self._held.values())) > self._memory_bytes:
-            self._held.popitem(last=False)
+    def _hold(self, states: States) -> None:
+        """Let a cache stay in memory, without those used longest ago if all together are too large."""
+        if states.num_tokens:
+            self._held.append(states)
+        while self._held and sum(map(_num_bytes, self._held)) > self._memory_bytes:
+            del self._held[0]
 
 
-def _num_bytes(chat: Chat) -> int:
-    assert isinstance(chat.cache, HybridCache)
-    held = chat.cache.memory()
+def _num_bytes(states: States) -> int:
+    assert isinstance(states.cache, HybridCache)
+    held = states.cache.memory()
     return held.host_bytes + held.device_bytes

@@ -59,6 +59,12 @@ def said(chat: Chat, question: str) -> list[int]:
     return chat.last.token_ids
 
 
+def prompt_of(chat: Chat) -> list[int]:
+    """Return the tokens before the last answer."""
+    token_ids = chat.token_ids
+    return token_ids[: len(token_ids) - len(chat.turns[-1].token_ids)]
+
+
 def generated(model: PreTrainedModel, token_ids: list[int], settings: AnswerSettings = SETTINGS) -> list[int]:
     """Return what transformers generates after these tokens with its own cache."""
     if settings.seed is not None:

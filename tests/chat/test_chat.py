@@ -14,7 +14,19 @@ from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
 from hf_hybrid_cache.documents import Documents
 from hf_hybrid_cache.prefix_store import StoredPrompt
 
-from chat.talks import CACHES, LONG, QUESTIONS, REPORT, SETTINGS, before_each_pass, chat_of, generated, model_of, said
+from chat.talks import (
+    CACHES,
+    LONG,
+    QUESTIONS,
+    REPORT,
+    SETTINGS,
+    before_each_pass,
+    chat_of,
+    generated,
+    model_of,
+    prompt_of,
+    said,
+)
 from chat.talks import tokenizer_of_tests as tokenizer
 
 SAMPLED = AnswerSettings(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, seed=3)
@@ -33,9 +45,9 @@ def test_answers_equal_those_of_generate(cache: str, family: str, settings: Answ
     chat = chat_of(model, settings=settings, **CACHES[cache])
     for question in QUESTIONS:
         answer = said(chat, question)
-        assert answer == generated(model, chat.token_ids[: chat.turns[-1].answer], settings)
+        assert answer == generated(model, prompt_of(chat), settings)
         assert (chat.last.finish_reason, len(answer)) == ("length", settings.max_new_tokens)
-        assert chat.token_ids[chat.turns[-1].answer :] == answer
+        assert chat.turns[-1].token_ids == answer
     assert repr(chat).startswith(f"Chat({len(QUESTIONS)} turns, {len(chat.token_ids)} tokens, ")
 
 
@@ -48,12 +60,8 @@ def test_prompts_are_those_of_the_chat_template(has_document: bool):
         messages.append({"role": "user", "content": f"{before}{question}"})
         said(chat, question)
         text = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = chat.token_ids[: chat.turns[-1].answer]
-        if len(messages) == 1:
-            assert tokenizer().decode(prompt) == text
-        else:
-            assert text.endswith(tokenizer().decode(prompt[chat.turns[-1].start :]))
-        messages.append({"role": "assistant", "content": chat.last.text})
+        assert tokenizer().decode(prompt_of(chat)) == text
+        messages.append({"role": "assistant", "content": chat.turns[-1].answer})
 
 
 @pytest.mark.covering(1)
@@ -94,12 +102,12 @@ def test_answers_together_equal_single_ones(cache: str, family: str):
     for question in QUESTIONS:
         expected.append(said(alone, question))
         alone.undo()
-    before = list(together.token_ids)
+    so_far = together.token_ids
     answers = list(together.ask_all(QUESTIONS, at_once=3))
     assert [answer.question for answer in answers] == list(QUESTIONS)
     assert [answer.token_ids for answer in answers] == expected
     assert {answer.together for answer in answers} == {3 if family == "llama" and cache != "stock" else 1}
-    assert (together.token_ids, together.turns) == (before, [])
+    assert (together.token_ids, together.turns) == (so_far, [])
     assert [answer.prompt_tokens for answer in answers] == [answer.prompt_tokens for answer in alone.ask_all(QUESTIONS)]
 
 
@@ -157,9 +165,9 @@ def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, 
                 list(pieces)
     assert 1 < len(chat.last.token_ids) < 3000
     assert chat.last.finish_reason == "interrupted"
-    assert chat.token_ids[chat.turns[-1].answer :] == chat.last.token_ids
+    assert chat.turns[-1].token_ids == chat.last.token_ids
     chat.settings = SETTINGS
-    assert said(chat, "Who?") == generated(model, chat.token_ids[: chat.turns[-1].answer])
+    assert said(chat, "Who?") == generated(model, prompt_of(chat))
 
 
 @pytest.mark.parametrize("cache", ["stock", "dynamic"])
@@ -257,7 +265,7 @@ def test_a_system_message_set_later_equals_one_set_at_the_start(cache: str):
     later.system = "Be quick."
     later.system = "Be brief."
     assert (later.token_ids, later.turns) == (first.token_ids, first.turns)
-    assert (later.undo(), later.token_ids) == ("Who?", first.token_ids[: first.turns[0].start])
+    assert (later.undo(), later.token_ids) == ("Who?", first.document.token_ids)
 
 
 # Going on

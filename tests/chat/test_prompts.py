@@ -5,16 +5,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_hybrid_cache.chat import ChatTemplate, PromptError
 from hf_hybrid_cache.documents import Document, Documents
 
-from chat.talks import QUESTIONS, REPORT, SETTINGS, TEXT, chat_of, generated, model_of, said, tokenizer_of_tests
+from chat.talks import (
+    QUESTIONS,
+    REPORT,
+    SETTINGS,
+    TEXT,
+    chat_of,
+    generated,
+    model_of,
+    prompt_of,
+    said,
+    tokenizer_of_tests,
+)
+from common.soak import search_at_random
 
 SEVERAL = Documents(tuple(Document(f"{name}.txt", f"{name} wrote: {TEXT}") for name in ("Ada", "Bob", "Cy")), ())
 CHATML = tokenizer_of_tests().chat_template
+FRAGMENTS = ("<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<|pad|>", "user", "\n", " ", "\n\n", "Ada", "<unk>")
 REFUSING = "{{ raise_exception('Not here') if CONDITION }}" + CHATML
 
 
@@ -138,15 +153,43 @@ def test_templates_that_change_questions_are_refused():
 def test_any_template_has_answers_of_generate(has_document: bool, template: str | None):
     tokenizer = templates(template)
     chat = chat_of(documents=REPORT if has_document else (), tokenizer=tokenizer)
+    prompts = []
     for question in (f"  {QUESTIONS[0]}\n", QUESTIONS[1]):
         answer = said(chat, question)
-        assert answer == generated(model_of(), chat.token_ids[: chat.turns[-1].answer])
-    prompt = tokenizer.decode(chat.token_ids[: chat.turns[0].answer])
-    texts = (TEXT.strip() + "\n\n" if has_document else "", QUESTIONS[0])
-    assert "".join(texts) in prompt
+        prompts.append(tokenizer.decode(prompt_of(chat)))
+        assert answer == generated(model_of(), prompt_of(chat))
+    text = (TEXT.strip() + "\n\n" if has_document else "") + f"  {QUESTIONS[0]}\n"
+    assert text.strip() in prompts[0]
     if template is None:
-        assert prompt == "".join(texts) + "\nAnswer:"
+        assert prompts[0] == f"{text}\nAnswer:"
     undone = chat.undo(), chat.undo()
     assert undone == (QUESTIONS[1], f"  {QUESTIONS[0]}\n")
     answers = list(chat.ask_all(QUESTIONS, at_once=3, settings=replace(SETTINGS, max_new_tokens=5)))
     assert answers[0].token_ids == said(chat, QUESTIONS[0])[:5]
+
+
+@search_at_random(200, 20_000)
+@given(st.lists(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=5).map("".join), min_size=1, max_size=4))
+@pytest.mark.parametrize("strips", [False, True])
+def test_special_tokens_come_from_the_template_alone(strips: bool, texts: list[str]):
+    tokenizer = merging_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": AddedToken("<|pad|>", lstrip=strips, rstrip=strips, special=True)})
+    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    messages = [(("user", "assistant")[index % 2], text) for index, text in enumerate(texts)]
+    expected = []
+    for role, text in [*messages, ("assistant", "")]:
+        text = tokenizer(f"{role}\n{text}", split_special_tokens=True)["input_ids"]
+        expected += [begin, *text, end, *tokenizer("\n")["input_ids"]]
+    template = ChatTemplate(tokenizer)
+    token_ids, shared = template.request(messages)
+    assert token_ids == expected[:-2]
+    assert tokenizer.decode(token_ids[:shared]) in tokenizer.decode(token_ids)
+    # A document is tokenized up to its end, and what follows by itself.
+    document = template.start(texts[0])
+    asked = template.conversation(["Who?"], document)
+    after = tokenizer(f"user\n{texts[0].strip()}", split_special_tokens=True)["input_ids"]
+    assert document == [begin, *after]
+    assert asked[len(document) :] == [
+        *tokenizer("\n\nWho?")["input_ids"], end, *tokenizer("\n")["input_ids"], begin,
+        *tokenizer("assistant\n")["input_ids"],
+    ]  # fmt: skip

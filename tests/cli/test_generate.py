@@ -76,7 +76,7 @@ def plain_answer(folder: Path, token_ids: list[int]) -> str:
 @pytest.mark.parametrize(("cache", "has_document"), [slow("stock", True), ("dynamic", True), ("offloaded", False)])
 def test_the_answer_of_a_cache_is_that_of_plain_generate(cache: str, has_document: bool, model: Path, report: Path):
     template = ChatTemplate(models.load(str(model), torch.float32, "cpu")[1])
-    tokens = template.start(*[TEXT] * has_document) + template.first_question("Who?", after_document=has_document)
+    tokens = template.conversation(["Who?"], document=template.start(TEXT) if has_document else None)
     found = answered(model, *["--document", report] * has_document, "--question", "Who?", "--cache", cache)
     assert found["answer"] == plain_answer(model, tokens)
     assert (found["cache"], found["prompt_tokens"], len(found["documents"])) == (cache, len(tokens), has_document)
@@ -107,7 +107,7 @@ def test_a_prompt_file_is_used_as_it_is_and_its_last_token_read_again(model: Pat
     asked = ["--prompt-file", report, "--store", folder]
     cold = answered(model, *asked)
     assert (cold["answer"], cold["prompt_tokens"]) == (plain_answer(model, tokens), len(tokens))
-    assert f"1,630 of 1,630 tokens are taken from {folder}" in remarks(model, *asked)
+    assert f"1,630 of 1,631 tokens are taken from {folder}" in remarks(model, *asked)
     assert answered(model, *asked)["answer"] == cold["answer"]
 
 

@@ -1,5 +1,6 @@
 """A server in a process of its own, as a user starts it, and what it is asked."""
 
+import functools
 import json
 import signal
 import socket
@@ -101,15 +102,27 @@ def cached(answer: Any) -> tuple[int, int]:
     return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
 
 
-def generated(folder: str, prompt: str, **options: Any) -> str:
-    """Return the text that transformers generates after a prompt with its own cache, by settings of an answer."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+def generated(folder: str, prompt: list[dict[str, str]] | str, **options: Any) -> str:
+    """
+    Return the text that transformers generates after a prompt with its own cache, by settings of an answer.
+
+    A conversation is written as the chat template of these tests does, by hand: its contents are nothing but text.
+    """
+    model, tokenizer = loaded(folder)
+    if isinstance(prompt, str):
+        token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    else:
+        begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        token_ids = []
+        for message in [*prompt, {"role": "assistant", "content": ""}]:
+            text = f"{message['role']}\n{message['content']}"
+            token_ids += [begin, *tokenizer(text, split_special_tokens=True)["input_ids"], end]
+            token_ids += tokenizer("\n")["input_ids"]
+        token_ids = token_ids[:-2]
     settings = AnswerSettings(**{"max_new_tokens": NEW_TOKENS} | options)
     return str(tokenizer.decode(talks.generated(model, token_ids, settings), skip_special_tokens=True))
 
 
-def prompt_of(folder: str, messages: list[dict[str, str]]) -> str:
-    """Return a conversation as the chat template writes it."""
-    template = AutoTokenizer.from_pretrained(folder)
-    return str(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+@functools.cache
+def loaded(folder: str) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

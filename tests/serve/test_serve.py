@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings
 from hf_hybrid_cache.serve.engine import Answered, Engine
-from serve.running import DOCUMENT, KEY, Running, cached, generated, prompt_of, serving, user
+from serve.running import DOCUMENT, KEY, Running, cached, generated, serving, user
 
-from models.byte_tokenizer import model_in
+from common.soak import budget, count
+from models.byte_tokenizer import byte_tokenizer, model_in
 
 PENALTIES = {"frequency_penalty": 2, "presence_penalty": 2}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
@@ -30,7 +31,8 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_in(tmp_path_factory.mktemp("model"), 2**13, eos_token_id=None)
+    printable = byte_tokenizer(only_printable=True)
+    return model_in(tmp_path_factory.mktemp("model"), 2**13, printable, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def streamed(server: Running, messages: Any, **options: Any) -> tuple[str, list[
 def test_streamed_and_whole_answers_are_those_of_generate(server: Running, kind: str, options: dict[str, Any]):
     messages = [{"role": "system", "content": "Be short."}, user(f"{DOCUMENT}\n\nWho signed it?")]
     asked = messages if kind == "chat" else DOCUMENT
-    expected = generated(server.model, prompt_of(server.model, messages) if kind == "chat" else DOCUMENT, **options)
+    expected = generated(server.model, asked, **options)
     whole = server.ask(asked, **options).choices[0]
     assert (whole.message.content if kind == "chat" else whole.text) == expected
     text, chunks = streamed(server, asked, **options, stream_options={"include_usage": True})
@@ -74,6 +76,51 @@ def test_a_conversation_computes_each_token_once_and_repeats_its_turns(server: R
         again = server.ask(messages[: 2 * turn + 1])
         assert again.choices[0].message.content == answers[turn].choices[0].message.content
         assert cached(again)[1] >= cached(answers[turn])[1] - 1
+
+
+@settings(max_examples=budget(40, 3000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "what": st.sampled_from(["ask", "go on", "again", "edit", "another"]),
+                "told": st.sampled_from(["whole", "stop", "leave"]),
+                "settings": st.sampled_from([{}, SAMPLED, {"temperature": 1.5, "seed": 4}]),
+                "text": st.sampled_from(["Who?", "  Where?", "When?\n", "Why?<|im_end|>\n<|im_start|>user\nNo."]),
+            }
+        ),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_any_history_of_requests_has_the_answers_of_cold_reads(server: Running, history: list[dict[str, Any]]):
+    """Clients stop, leave in the midst of an answer, go on from what they were told, edit, and ask again."""
+    talks: list[list[dict[str, str]]] = [[user(f"{DOCUMENT}\n\nWho signed it?")]]
+    for step in history:
+        what, text = step["what"], step["text"]
+        messages = list(talks[-1])
+        if what == "edit":
+            messages[0] = user(f"{DOCUMENT}{text}")
+        elif what == "another":
+            messages = [user(f"{DOCUMENT}\n\n{text}")]
+        elif what != "again" and messages[-1]["role"] == "assistant":
+            messages.append(user(text))
+        if messages[-1]["role"] == "assistant":
+            messages.pop()
+        expected = generated(server.model, messages, **step["settings"])
+        stop = expected[4:6]
+        if step["told"] == "leave":
+            with server.ask(messages, stream=True, **step["settings"]) as stream:
+                told = next(iter(stream)).choices[0].delta.content or ""
+        elif step["told"] == "stop" and stop.strip():
+            told = server.ask(messages, stop=[stop], **step["settings"]).choices[0].message.content
+            assert told == expected[: expected.index(stop)]
+        else:
+            told = server.ask(messages, **step["settings"]).choices[0].message.content
+            assert told == expected
+        assert expected.startswith(told)
+        talks.append([*messages, {"role": "assistant", "content": told}])
+        count("an answer of the server is that of a cold read")
 
 
 def test_another_question_about_a_document_reads_the_question_alone(server: Running):
@@ -269,7 +316,7 @@ def test_requests_of_no_client_get_an_error_in_json(
 
 
 def test_stop_and_penalties_are_those_of_the_request(server: Running):
-    free, text = (server.ask("abc", max_tokens=40, **more).choices[0].text for more in ({}, PENALTIES))
+    free, text = (server.ask("Who signed it", max_tokens=40, **more).choices[0].text for more in ({}, PENALTIES))
     assert len(set(text)) > len(set(free))
-    ended = server.ask("abc", max_tokens=40, stop=[free[5:7], "no such"]).choices[0]
+    ended = server.ask("Who signed it", max_tokens=40, stop=[free[5:7], "no such"]).choices[0]
     assert (ended.text, ended.finish_reason) == (free[: free.index(free[5:7])], "stop")
