@@ -1,7 +1,7 @@
 """The states of a conversation in a cache, and the ways back."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -52,7 +52,7 @@ class States:
         self._make = None if isinstance(cache, Cache) else cache
         self.cache = cache if isinstance(cache, Cache) else cache()
         # The cache holds the first of them, however their pass ended.
-        self._passed: Sequence[int] = ()
+        self._passed = list[int]()
 
     @property
     def num_tokens(self) -> int:
@@ -60,29 +60,29 @@ class States:
         return int(self.cache.get_seq_length())
 
     @property
-    def token_ids(self) -> Sequence[int]:
+    def token_ids(self) -> list[int]:
         """The tokens whose states the cache holds."""
         return self._passed[: self.num_tokens]
 
-    def read(self, token_ids: Sequence[int]) -> None:
+    def read(self, token_ids: list[int]) -> None:
         """Go back to the tokens that these begin with, or to fewer, and read the rest."""
         self.go_back(num_common(self.token_ids, token_ids))
         self._passed = token_ids
         if len(token_ids) > self.num_tokens:
             prefill(self._model, torch.tensor([token_ids]), self.cache, progress=self._progress)
 
-    def read_with(self, store: PrefixStore, token_ids: Sequence[int], **options: Any) -> Reuse:
+    def read_with(self, store: PrefixStore, token_ids: list[int], **options: Any) -> Reuse:
         """Read a prompt anew, by `PrefixStore.prefill` with its options."""
         self.forget()
         self._passed, cache = token_ids, self.cache
         assert isinstance(cache, HybridCache)
-        return store.prefill(self._model, list(token_ids), cache, progress=self._progress, **options)
+        return store.prefill(self._model, token_ids, cache, progress=self._progress, **options)
 
-    def num_stored(self, store: PrefixStore, token_ids: Sequence[int], document_tokens: int) -> int:
+    def num_stored(self, store: PrefixStore, token_ids: list[int], document_tokens: int) -> int:
         """Return how many tokens of a prompt `read_with` would take from a store."""
         cache = self.cache
         assert isinstance(cache, HybridCache)
-        return store.num_stored(self._model, list(token_ids), cache, document_tokens=document_tokens)
+        return store.num_stored(self._model, token_ids, cache, document_tokens=document_tokens)
 
     def resume(self, store: PrefixStore, stored: StoredPrompt) -> None:
         """Take the states of a conversation from a store."""
@@ -90,9 +90,7 @@ class States:
         store.resume(self._model, stored, self.cache)
         self._passed = stored.token_ids.tolist()
 
-    def answer(
-        self, token_ids: Sequence[int], generator: Generator, settings: AnswerSettings, into: Rows
-    ) -> Iterator[str]:
+    def answer(self, token_ids: list[int], generator: Generator, settings: AnswerSettings, into: Rows) -> Iterator[str]:
         """Yield the text of what follows a prompt; see `Generator.pieces`."""
         with self.whole_afterwards():
             self.read(token_ids[:-1])
