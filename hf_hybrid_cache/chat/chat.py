@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -247,7 +248,7 @@ class Chat:
         self._read(self.token_ids)
         return time.perf_counter() - start
 
-    def ask(self, question: str, settings: AnswerSettings | None = None) -> Iterator[str]:
+    def ask(self, question: str, settings: AnswerSettings | None = None) -> abc.Generator[str, None, None]:
         """
         Ask a question, and yield the text of its answer as it is generated; `last` has all of it afterwards.
 
@@ -264,9 +265,9 @@ class Chat:
         """
         self._require_closed()
         self._asked(question)  # what is refused is refused before anything is read
-        return self._answer(question, settings or self.settings)
+        return self._generator.closing_at_exit(self._answer(question, settings or self.settings))
 
-    def complete(self, text: str, settings: AnswerSettings | None = None) -> Iterator[str]:
+    def complete(self, text: str, settings: AnswerSettings | None = None) -> abc.Generator[str, None, None]:
         """
         Yield what follows a text that is used as it is, without chat template and documents; otherwise as `ask`.
 
@@ -282,11 +283,11 @@ class Chat:
         """
         self._require_closed()
         asked = Asked.of("", self._template.whole_prompt(text)[0], self.context)
-        return self._completed(asked, text, settings or self.settings)
+        return self._generator.closing_at_exit(self._completed(asked, text, settings or self.settings))
 
     def ask_all(
         self, questions: Sequence[str], at_once: int = 1, settings: AnswerSettings | None = None
-    ) -> Iterator[Answer]:
+    ) -> abc.Generator[Answer, None, None]:
         """
         Ask questions, each after the conversation so far, which none of them becomes a part of; yield their answers.
 
@@ -306,7 +307,7 @@ class Chat:
         self._require_closed()
         for question in questions:
             self._asked(question)
-        return self._answers(questions, at_once, settings or self.settings)
+        return self._generator.closing_at_exit(self._answers(questions, at_once, settings or self.settings))
 
     def require_room(self, question: str) -> None:
         """
@@ -432,7 +433,7 @@ class Chat:
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {store.path}")
 
-    def _answer(self, question: str, settings: AnswerSettings) -> Iterator[str]:
+    def _answer(self, question: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a question, see `ask`."""
         with self._open():
             asked, last = self._asked(question), self.last
@@ -450,7 +451,7 @@ class Chat:
                     self.turns.append(Turn(question, answer, self.last.token_ids))
                     self._keep_or_say()
 
-    def _completed(self, asked: Asked, text: str, settings: AnswerSettings) -> Iterator[str]:
+    def _completed(self, asked: Asked, text: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a whole prompt, see `complete`."""
 
         def read() -> None:
@@ -460,7 +461,9 @@ class Chat:
         with self._open():
             yield from self._pieces(asked, settings, read)
 
-    def _pieces(self, asked: Asked, settings: AnswerSettings, read: Callable[[], None]) -> Iterator[str]:
+    def _pieces(
+        self, asked: Asked, settings: AnswerSettings, read: Callable[[], None]
+    ) -> abc.Generator[str, None, None]:
         """Yield the text of an answer, once what comes before is read; make it the last one, unless it fails."""
         start, rows, is_whole = time.perf_counter(), Rows(), False
         limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
@@ -478,7 +481,9 @@ class Chat:
             if rows.token_ids[0]:
                 self.last = self._generator.answer_to(asked, rows, 0, settings, start, is_whole)
 
-    def _answers(self, questions: Sequence[str], at_once: int, settings: AnswerSettings) -> Iterator[Answer]:
+    def _answers(
+        self, questions: Sequence[str], at_once: int, settings: AnswerSettings
+    ) -> abc.Generator[Answer, None, None]:
         """Answer questions together, see `ask_all`."""
         if not isinstance(self.cache, HybridCache) or not can_answer_together(self._model):
             at_once = 1

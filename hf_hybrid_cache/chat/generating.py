@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import weakref
+from collections import abc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -19,6 +21,8 @@ from .prompts import Asked
 from .settings import AnswerSettings
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
+_Job = tuple[Callable[[], None], "Future[None]"]
+_Pieces = TypeVar("_Pieces", bound=abc.Generator[Any, None, None])
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,16 @@ class Generator:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self._model, self._tokenizer = model, tokenizer
-        # One thread for all answers, because libraries keep threads of their own for each.
-        self._pool = ThreadPoolExecutor(1, "answers")
+        self._jobs, self._open = SimpleQueue[_Job | None](), weakref.WeakSet[Any]()
+        # One thread for all answers, because libraries keep threads of their own for each. At the end of the program
+        # it must not be at work.
+        threading.Thread(target=_work, args=(self._jobs,), name="answers", daemon=True).start()
+        weakref.finalize(self, _end, self._open, self._jobs)
+
+    def closing_at_exit(self, pieces: _Pieces) -> _Pieces:
+        """Return a generator of an answer, which is closed, if it is open, before the program ends."""
+        self._open.add(pieces)
+        return pieces
 
     def pieces(
         self,
@@ -75,7 +87,7 @@ class Generator:
         cache: Cache,
         settings: AnswerSettings,
         into: "Rows",
-    ) -> Iterator[str]:
+    ) -> abc.Generator[str, None, None]:
         """
         Generate, and yield the text of the first answer, in a piece for each step, which may be empty.
 
@@ -98,7 +110,8 @@ class Generator:
             finally:
                 pieces.put(None)
 
-        future = self._pool.submit(generate)
+        future = Future[None]()
+        self._jobs.put((generate, future))
         try:
             yield from _before(settings.stop, iter(pieces.get, None))
         finally:
@@ -280,6 +293,24 @@ def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
 def _overlap(text: str, stop: str) -> int:
     """Return how many of the last characters of a text begin another one."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    """Do jobs, one after the other, until there is none."""
+    while (job := jobs.get()) is not None:
+        act, future = job
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+        del job, act, future  # with what they hold
+
+
+def _end(answers: "weakref.WeakSet[Any]", jobs: "SimpleQueue[_Job | None]") -> None:
+    """End what is generated, and the thread that does it."""
+    for answer in list(answers):
+        answer.close()
+    jobs.put(None)
 
 
 def _wait_for(future: "Future[Any]") -> None:

@@ -1,6 +1,7 @@
 """The states of a conversation in a cache, and the ways back."""
 
 import inspect
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -90,7 +91,9 @@ class States:
         store.resume(self._model, stored, self.cache)
         self._passed = stored.token_ids.tolist()
 
-    def answer(self, token_ids: list[int], generator: Generator, settings: AnswerSettings, into: Rows) -> Iterator[str]:
+    def answer(
+        self, token_ids: list[int], generator: Generator, settings: AnswerSettings, into: Rows
+    ) -> abc.Generator[str, None, None]:
         """Yield the text of what follows a prompt; see `Generator.pieces`."""
         with self.whole_afterwards():
             self.read(token_ids[:-1])

@@ -78,7 +78,7 @@ class ChatCommands:
         self._has_warned &= chat.num_free < _FEW_TOKENS
         is_ended, error_text = False, ""
         try:
-            with closing(chat.ask(question)) as answer:  # type: ignore[type-var]
+            with closing(chat.ask(question)) as answer:
                 for text in answer:
                     write(self._out, text)
         except PromptError as error:

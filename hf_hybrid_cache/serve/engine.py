@@ -120,7 +120,7 @@ class Engine:
                 states.keep_checkpoint()
             limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
             pieces = states.answer(token_ids, self._generator, limited, rows)
-            with contextlib.closing(pieces):  # type: ignore[type-var]
+            with contextlib.closing(pieces):
                 for piece in pieces:
                     self._require_wanted()
                     if piece:

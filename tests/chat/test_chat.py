@@ -1,6 +1,8 @@
 """Conversations: answers are those of transformers, and what was taken back leaves no trace."""
 
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -33,6 +35,7 @@ SAMPLED = AnswerSettings(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=4
 FULL_PRECISION = ("stock", "dynamic", "offloaded")
 # With windows, and with recurrent layers, a cache cannot be cropped.
 OTHER_FAMILIES = ("gemma3", "mistral_sliding", "qwen3_next")
+TESTS = Path(__file__).parents[1]
 every_cache = pytest.mark.parametrize("cache", CACHES)
 
 
@@ -168,6 +171,18 @@ def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, 
     assert chat.turns[-1].token_ids == chat.last.token_ids
     chat.settings = SETTINGS
     assert said(chat, "Who?") == generated(model, prompt_of(chat))
+
+
+def test_an_answer_that_is_open_at_the_end_of_the_program_ends_with_it():
+    program = """if True:
+        from dataclasses import replace
+        from chat.talks import SETTINGS, chat_of, model_of
+        chat = chat_of(model_of("llama", 10**7), settings=replace(SETTINGS, max_new_tokens=10**6))
+        answer = chat.ask("Why?")
+        next(answer)
+    """
+    ended = subprocess.run([sys.executable, "-c", program], cwd=TESTS, capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("cache", ["stock", "dynamic"])
