@@ -8,6 +8,8 @@ from typing import Any
 from ..errors import HybridCacheError
 from .docx import docx_text, is_docx
 
+MOST_TEXT = 64 * 2**20  # characters of all documents of a prompt, more than any context has
+_MOST_HTML = 32 * 2**20  # bytes: each takes 40 of memory
 _MARK = b"\xef\xbb\xbf"
 _MARKS = {_MARK: "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _NOT_IN_TEXT = re.compile("[\0-\b\x0e-\x1f\x7f\ufffd]")
@@ -93,7 +95,13 @@ def _pdf_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
             settings = raw.FPDF_FORMFILLINFO(version=2)
             pdf.formenv = pypdfium2.PdfFormEnv(raw.FPDFDOC_InitFormFillEnvironment(pdf, settings), settings)
             is_xfa = pdf.get_formtype() in (raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND)
-            pages = [_page_text(pdf, number) for number in range(len(pdf))]
+            pages: list[str] = []
+            room = MOST_TEXT
+            for number in range(len(pdf)):
+                pages.append(_page_text(pdf, number))
+                room -= len(pages[-1])
+                if room < 0:
+                    raise DocumentError(f"{name} has more than {MOST_TEXT:,} characters of text: give parts of it.")
     except pypdfium2.PdfiumError as error:
         if error.err_code != raw.FPDF_ERR_PASSWORD:
             raise
@@ -149,6 +157,9 @@ def _html_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
     from inscriptis.model.config import ParserConfig
     from lxml import etree, html
 
+    if len(content) > _MOST_HTML:
+        limit = f"{len(content):,} bytes, and HTML of {_MOST_HTML:,} is read at most: save it as text, or in parts"
+        raise DocumentError(f"{name} has {limit}.")
     declared = _DECLARED.search(content[:4096])
     encoding = declared[1].decode().lower() if declared else "utf-8"
     text = decoded(name, content, remark, _MEANT.get(encoding, encoding))

@@ -61,12 +61,14 @@ def encrypted_pdf_of(text: str, password: str, algorithm: str = "RC4-128") -> by
     return file.getvalue()
 
 
-def word_file(body: str, names: str = WORD, number: str = "", **parts: str) -> bytes:
+def word_file(
+    body: str, names: str = WORD, number: str = "", packed_as: int = zipfile.ZIP_STORED, **parts: str
+) -> bytes:
     """A Word file with the XML of its body and of other parts, and a number after the names of parts."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as written:
+    with zipfile.ZipFile(file, "w", packed_as) as written:
         for part, content in {"document": f"<w:document><w:body>{body}</w:body></w:document>", **parts}.items():
-            content = re.sub("(?<=<)[^<> ]+", rf'\g<0> xmlns:w="{names}"', content, count=1)
+            content = re.sub(r"(?<=<)\w[^<> ]*", rf'\g<0> xmlns:w="{names}"', content, count=1)
             written.writestr(f"word/{part}{number}.xml", content)
     return file.getvalue()
 
@@ -358,6 +360,59 @@ def test_a_name_of_nothing_that_can_be_read_is_refused(function: Callable[..., o
             function(["a.txt", name], texts)
     with pytest.raises(DocumentError, match="' ' is not the name of a document"):
         function(["a.txt", " "], texts)
+
+
+def test_a_document_that_may_have_no_end_is_refused_before_it_is_read(texts: Path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs POSIX")
+    os.mkfifo(texts / "pipe")
+    for name in ("/dev/zero", texts / "pipe"):
+        for function in (require_documents, lambda names: read_documents(names, print)):
+            with pytest.raises(DocumentError, match=rf"^{name} is a device, a pipe or a socket.* pass it on standard"):
+                function([str(name)])
+    with pytest.raises(DocumentError, match=r"^/dev/zero has more than 256 MiB"):
+        read_text(Path("/dev/zero"))
+    program = "import hf_hybrid_cache.documents as d; d.read_documents(['-'], print)"
+    with open("/dev/zero", "rb") as endless:
+        result = subprocess.run([sys.executable, "-c", program], stdin=endless, capture_output=True, timeout=60)
+    assert b"DocumentError: standard input has more than 256 MiB" in result.stderr
+
+
+def test_documents_with_more_text_than_any_context_are_refused(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("formats", "reading"):
+        monkeypatch.setattr(f"hf_hybrid_cache.documents.{module}.MOST_TEXT", 150)
+    remarks: list[str] = []
+    assert [file.name for file in read(texts, remarks=remarks).files] == [str(texts / "a.txt")]
+    assert f"left out: With {texts}/b.md there are 189 characters of text, and at most 150 characters" in remarks[0]
+    with pytest.raises(DocumentError, match=r"With .*b.md there are 189 characters"):
+        read(texts / "a.txt", texts / "b.md")
+    with pytest.raises(DocumentError, match=r"a\.pdf has more than 150 characters of text: give parts of it"):
+        text_of("a.pdf", pdf_of(*["x" * 40] * 9))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (word_file("<w:p/>" * 500_000, packed_as=zipfile.ZIP_DEFLATED), "bytes unpack to 3,000,"),
+        (word_file(paragraph(SIGNED), packed_as=zipfile.ZIP_BZIP2), "bytes unpack to "),
+        (
+            word_file("", styles='<!DOCTYPE a [<!ENTITY e "eeeeeeee">]><w:styles>&e;</w:styles>'),
+            "it defines entities, which Word does not",
+        ),
+    ],
+    ids=["large", "packed otherwise", "entities"],
+)
+def test_a_word_file_that_unpacks_to_more_than_word_makes_is_refused(content: bytes, message: str):
+    with pytest.raises(DocumentError, match=message):
+        text_of("a.docx", content)
+    assert len(content) < 10_000
+
+
+def test_time_of_a_word_file_grows_with_its_size():
+    runs = "".join(
+        f"<w:r><w:t>{number},</w:t></w:r>" for number in range(100_000)
+    )  # which was minutes, and is a second
+    assert text_of("a.docx", word_file(f"<w:p>{runs}</w:p>")).count(",") == 100_000
 
 
 def test_standard_input_is_read_once_whatever_its_format(monkeypatch: pytest.MonkeyPatch):
