@@ -3,14 +3,22 @@
 import re
 from collections.abc import Callable
 from io import BytesIO
+from string import ascii_letters
 from xml.etree.ElementTree import Element, TreeBuilder, XMLParser
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 # Some programs put a number after the names of parts.
 _PART = re.compile(r"word/(document|styles|numbering|footnotes|endnotes)\d*\.xml")
-# Tab stops, text that tracked changes deleted or moved, and copies of text boxes for old programs.
-_SKIPPED = {"pPr", "del", "moveFrom", "Fallback"}
+# Tab stops, and text that tracked changes deleted or moved.
+_SKIPPED = {"pPr", "del", "moveFrom"}
 _CHARACTERS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+# What fonts show for some of their codes; of any other the text has its font and its code.
+_SYMBOLS = {
+    "Symbol": dict(zip(ascii_letters, "αβχδεφγηιϕκλμνοπθρστυϖωξψζΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ", strict=True))
+    | dict(zip("\xa3\xae\xb0\xb1\xb3\xb4\xb7", "≤→°±≥\xd7•", strict=True)),
+    "Wingdings": dict(zip("o\xa8\xfb\xfc\xfd\xfe", "☐☐✗✓☒☑", strict=True)),
+}
+_SYMBOL_CODES = range(0xF000, 0xF100)
 # Where a paragraph, a run and a style name the style that they take properties from.
 _STYLES = ("pPr/pStyle", "rPr/rStyle", "basedOn")
 _MOST_STYLES = 20  # styles can be based on each other in a circle
@@ -77,6 +85,11 @@ class _Word:
                 texts.append(" ".join(self.text_of(child).split()) + "\t")
             elif kind == "tr":
                 texts.append(self.text_of(child).removesuffix("\t") + "\n")
+            elif kind == "sym":
+                texts.append(_symbol(child.get("font", ""), int(child.get("char", ""), 16)))
+            elif kind == "AlternateContent":  # the same for several programs
+                ways = (self.text_of(way, is_hidden) for way in child)
+                texts.append(next((text for text in ways if text.strip()), ""))
             elif kind == "ddList":
                 chosen = int(_value(child, "result") or 0)
                 texts += [entry.get("val", "") for entry in child.findall("listEntry")[chosen : chosen + 1]]
@@ -144,6 +157,14 @@ def _value(element: Element, path: str) -> str | None:
 
 def _is_on(value: str | None) -> bool:
     return value not in (None, "0", "false", "off")
+
+
+def _symbol(font: str, code: int) -> str:
+    """The character that a symbol of a font looks like, or its name."""
+    if code not in _SYMBOL_CODES:
+        return chr(code)
+    code -= _SYMBOL_CODES.start
+    return _SYMBOLS.get(font, {}).get(chr(code), f"[{font} {code}]")
 
 
 def _numeral(count: int, shape: str | None) -> str:
