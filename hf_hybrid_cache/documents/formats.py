@@ -167,7 +167,7 @@ def _page_text(pdf: Any, number: int) -> str:
         (place, flat.get_text_bounded(*place).removeprefix(printed.get_text_bounded(*place)).strip())
         for place in map(flat.get_rect, range(printed.count_rects(), flat.count_rects()))
     ]
-    notes += [(place, text) for place, text in written if not _has(flat.get_text_bounded(*place), text)]
+    notes += [(place, text) for place, text in reversed(written) if not _has(flat.get_text_bounded(*place), text)]
     for (left, bottom, _, top), added in notes:
         # Beside it, or else above or below.
         reaches = (top - bottom, 4 * (top - bottom))
