@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from ..durable_files import replaced_when_whole
+from ..models.shapes import ALIASES
 from .console import UsageError, json_line, strict_json
 from .questions import BYTE_ORDER_MARK, RESULT_FIELDS, Question, key_of
 
@@ -39,21 +40,38 @@ class Answers:
     """
     The answers to questions.
 
+    Of the answers to a question in the file the last one counts. It stays until a new one is written, and is then kept
+    in another file.
+
     Args:
         path: of the file, which need not exist; `None` for standard output, on which no answer is found again.
         questions: that are asked.
-        made_with: fields of each new answer: `settings`, which those in the file to these questions must have, too, and
-            `model_digest`, without which an answer of the file is made anew.
+        settings: of each new answer, which those in the file to these questions must have, too.
         folder: names of documents are relative to it.
+        remark: receives where answers are kept that were given anew.
     """
 
-    def __init__(self, path: Path | None, questions: Sequence[Question], made_with: Mapping[str, Any], folder: Path):
-        self.path, self._made_with, self._folder = path, made_with, folder
+    def __init__(
+        self,
+        path: Path | None,
+        questions: Sequence[Question],
+        settings: Mapping[str, Any],
+        folder: Path,
+        remark: Callable[[str], None],
+    ):
+        self.path, self._settings, self._remark = path, settings, remark
         self._asked = {question.key: question for question in questions}
+        self._digest_of = cache(partial(documents_digest, folder=folder))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other process write into the file meanwhile; raises `UsageError` if one does."""
+        """
+        Let no other process write into the file meanwhile, and leave one answer to each question in it.
+
+        Raises:
+            UsageError: another process does, an answer was given with other settings, a line is no answer, or the file
+                cannot be written.
+        """
         if self.path is None:
             yield
             return
@@ -66,45 +84,25 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         with lock:
-            yield
+            self._tidy(self.path, without_errors=True)
+            try:
+                self._append("")  # what cannot be written is told before a model is loaded
+                yield
+            finally:
+                self._tidy(self.path, without_errors=False)
 
-    def settle(self) -> Settled:
-        """
-        Remove errors and answers about what has changed, and give others the fields of their question.
-
-        Raises:
-            UsageError: an answer was given with other settings, a line is no answer, or the file cannot be written.
-        """
-        if self.path is None:
-            return Settled(list(self._asked.values()), 0, 0)
-        read = [self._as_asked(answer) for answer in _read(self.path) if "error" not in answer]
-        digest_of = cache(partial(documents_digest, folder=self._folder))
-        model = self._made_with["model_digest"]
-
-        def is_current(answer: Answer) -> bool:
-            question = self._asked.get(key_of(answer))
-            now = {} if question is None else {"model_digest": model, "document_digest": digest_of(question.documents)}
-            return all(digest in (None, answer.get(name)) for name, digest in now.items())
-
-        kept = [answer for answer in read if is_current(answer)]
-        try:
-            with replaced_when_whole(self.path) as file:
-                file.writelines(json_line(answer).encode() for answer in kept)
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
-        answered = {key_of(answer) for answer in kept}
-        unanswered = [question for key, question in self._asked.items() if key not in answered]
-        return Settled(unanswered, len(read) - len(kept), len(answered - self._asked.keys()))
+    def settle(self, model: str | None) -> Settled:
+        """Find the questions that have no answer of the model with this digest about the documents as they are."""
+        given = {} if self.path is None else {key_of(answer): answer for answer in _read(self.path)}
+        changed = {key for key in given.keys() & self._asked.keys() if self._has_changed(given[key], model)}
+        unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
+        return Settled(unanswered, len(changed), len(given.keys() - self._asked.keys()))
 
     def add(self, answer: Answer) -> None:
         """Write an answer, at the end of the file if there is one."""
         line = json_line(answer)
         if self.path is not None:
-            try:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(line)
-            except OSError as error:
-                raise _cannot_write(self.path, error) from error
+            self._append(line)
             return
         if sys.stdout.isatty():
             sys.stdout.write(line)  # where a bar is shown, this is written above it
@@ -112,13 +110,54 @@ class Answers:
             sys.stdout.buffer.write(line.encode())  # JSON is UTF-8, whatever the terminal is
         sys.stdout.flush()
 
+    def _append(self, text: str) -> None:
+        assert self.path is not None
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def _has_changed(self, answer: Answer, model: str | None) -> bool:
+        """Whether an answer is known to be of another model or of other documents."""
+        documents = self._asked[key_of(answer)].documents
+        pairs = ((answer.get("model_digest"), model), (answer.get("document_digest"), self._digest_of(documents)))
+        return any(before != now for before, now in pairs if None not in (before, now))
+
+    def _tidy(self, path: Path, without_errors: bool) -> None:
+        """Leave the last answer to each question, with the fields that its question has now; keep the earlier ones."""
+        kept: list[bytes] = []
+        earlier: list[bytes] = []
+        answered: set[tuple[Any, ...]] = set()
+        for answer in reversed(_read(path)):
+            key, is_error = key_of(answer), "error" in answer
+            if is_error and (without_errors or key in answered):
+                continue
+            line = json_line(self._as_asked(answer)).encode()
+            (earlier if key in answered else kept).append(line)
+            answered |= set() if is_error else {key}
+        aside, content = path.with_stem(f"{path.stem}.earlier"), b"".join(reversed(kept))
+        try:
+            if earlier:
+                before = aside.read_bytes() if aside.exists() else b""
+                with replaced_when_whole(aside) as file:
+                    file.writelines([before, *reversed(earlier)])
+                self._remark(
+                    f"earlier answers to questions that have a new one: {len(earlier):,}; they are in {aside} now"
+                )
+            if path.exists() and path.read_bytes() != content:
+                with replaced_when_whole(path) as file:
+                    file.write(content)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
     def _as_asked(self, answer: Answer) -> Answer:
         """Give an answer the fields of its question, which may be others by now."""
         question = self._asked.get(key_of(answer))
         if question is None:
             return answer
         given = answer.get("settings", {})
-        for name, value in self._made_with["settings"].items():
+        for name, value in self._settings.items():
             if given.get(name) != value:
                 raise UsageError(
                     f"{self.path} has answers that were given with {name}={given.get(name)}, not {value}. Give another "
@@ -135,15 +174,21 @@ def documents_digest(names: Sequence[str], folder: Path) -> str | None:
             if not path.is_file() and not path.is_dir():
                 return None
             for file in _files_in(path) if path.is_dir() else [path]:
-                content = hashlib.sha256(file.read_bytes() if os.access(file, os.R_OK) else b"").hexdigest()
-                digest.update(f"{file.relative_to(path)} {content}\n".encode(errors="surrogateescape"))
+                digest.update(f"{file.relative_to(path)} {_content_digest(file)}\n".encode(errors="surrogateescape"))
     except (OSError, ValueError):
         return None
     return digest.hexdigest()[:16]
 
 
+def _content_digest(file: Path) -> str:
+    if not os.access(file, os.R_OK):
+        return hashlib.sha256().hexdigest()
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def model_digest(name: str) -> str | None:
-    """The digest of a model's file, or of those in its folder, or its commit on the Hub; `None` where it has none."""
+    """The digest of a model's file, or of those in its folder, or its commit on the Hub; `None` while none is here."""
     from huggingface_hub import try_to_load_from_cache  # takes a while
 
     try:
@@ -153,10 +198,11 @@ def model_digest(name: str) -> str | None:
             stats = [(file.name, file.stat()) for file in files if file.suffix in _MODEL_FILES]
             told = repr([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
             return hashlib.sha256(told.encode()).hexdigest()[:16]
-        config = try_to_load_from_cache(name, "config.json")
+        repository, _, file = name.rpartition("/") if path.suffix.lower() == ".gguf" else (name, "", "config.json")
+        cached = try_to_load_from_cache(ALIASES.get(repository, repository), file)
     except (OSError, RuntimeError, ValueError):  # it cannot be loaded either, which says why
         return None
-    return Path(config).parent.name if isinstance(config, str) else None
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def _read(path: Path) -> list[Answer]:
@@ -167,19 +213,26 @@ def _read(path: Path) -> list[Answer]:
         return []
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
-    whole_lines = text[: text.rfind(b"\n") + 1].splitlines()
-    return [_answer(f"{path}, line {number}", line) for number, line in enumerate(whole_lines, 1)]
+    lines = text.splitlines()
+    if lines and not text.endswith(b"\n") and _parsed(lines[-1])[0] is None:
+        del lines[-1]
+    return [_answer(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
 
 
 def _answer(place: str, line: bytes) -> Answer:
     """Parse one line; raises `UsageError` if it is not an answer."""
-    try:
-        answer, why = strict_json(line.decode()), ""
-    except (ValueError, RecursionError) as error:
-        answer, why = None, f" ({error})"
+    answer, why = _parsed(line)
     if not isinstance(answer, dict) or not _is_answer(answer):
         raise UsageError(f"{place}: not an answer of this command{why}. Give another --out; nothing was changed.")
     return answer
+
+
+def _parsed(line: bytes) -> tuple[Any, str]:
+    """The value of a line of JSON; or `None`, and why it is none."""
+    try:
+        return strict_json(line.decode()), ""
+    except (ValueError, RecursionError) as error:
+        return None, f" ({error})"
 
 
 def _is_answer(fields: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -73,25 +74,31 @@ def batch(
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        made_with = {"model_digest": model_digest(model.name), "settings": options.settings}
-        answers = Answers(path, asked, made_with, folder)
+        answers = Answers(path, asked, options.settings, folder, partial(note, notes))
         with answers.alone():
-            unanswered, num_changed, num_others = answers.settle()
-            progress = BatchProgress(notes, len(asked), len(asked) - len(unanswered))
-            if num_others:
-                note(notes, f"answers to questions that are not asked any more: {num_others:,}; they stay in {out}")
-            if num_changed:
-                changed = f"{num_changed:,} of {len(asked):,} questions"
+            digest = model_digest(model.name)
+            settled, loaded = answers.settle(digest), None
+            if without_missing(by_document(settled.unanswered), folder)[1]:
+                from .loading import load_model
+
+                loaded = load_model(model, notes)
+                digest = model_digest(model.name)  # of what came from the Hub just now
+                settled = answers.settle(digest)
+            missing, groups = without_missing(by_document(settled.unanswered), folder)
+            progress = BatchProgress(notes, len(asked), len(asked) - len(settled.unanswered))
+            if others := settled.num_others:
+                note(notes, f"answers to questions that are not asked any more: {others:,}; they stay in {out}")
+            if settled.num_changed:
+                changed = f"{settled.num_changed:,} of {len(asked):,} questions"
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
             failed = []
-            missing, groups = without_missing(by_document(unanswered), folder)
-            read = BatchReader(options, folder, progress, notes).outcomes(groups) if groups else ()
+            read = () if loaded is None else BatchReader(loaded, options, folder, progress, notes).outcomes(groups)
             try:
                 with raising_interrupts(), closing(progress):
                     for question, fields in chain(missing, read):
-                        answers.add({**question.fields, **fields, **made_with})
+                        answers.add({**question.fields, **fields, "model_digest": digest, "settings": options.settings})
                         failed += [(question, fields["error"])] if "error" in fields else []
                         progress.answered(is_error="error" in fields)
             except KeyboardInterrupt:

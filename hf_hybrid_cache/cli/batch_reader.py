@@ -20,6 +20,7 @@ from .questions import Question
 if TYPE_CHECKING:
     from ..chat import Answer as GivenAnswer
     from ..chat import Chat
+    from .loading import LoadedModel
 
 # A question, and the fields that its answer has beside those of the question.
 Outcome = tuple[Question, dict[str, Any]]
@@ -53,15 +54,16 @@ class BatchOptions:
 
 
 class BatchReader:
-    """Answers the questions about one document after the other, with a model that it loads."""
+    """Answers the questions about one document after the other, with a model."""
 
-    def __init__(self, options: BatchOptions, folder: Path, progress: BatchProgress, notes: Console):
+    def __init__(
+        self, loaded: "LoadedModel", options: BatchOptions, folder: Path, progress: BatchProgress, notes: Console
+    ):
         from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together
-        from .loading import compile_kernels, load_model
+        from .loading import compile_kernels
 
         self._options, self._folder, self._progress, self._notes = options, folder, progress, notes
         self._store, self._settings = options.store.open(), options.answer.settings()
-        loaded = load_model(options.model, notes)
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._template = ChatTemplate(loaded.tokenizer, options.prompt.system)
         self._template.start()  # what is refused here no question could have

@@ -24,7 +24,7 @@ from .options import (
     Prompt,
     Quiet,
     Store,
-    check_text,
+    given_text,
     option,
     with_options,
 )
@@ -118,7 +118,7 @@ def generate(
             cache.require_ours("--store")
         elif explain:
             raise UsageError("--explain is about a prefix store: name its folder with --store, or drop it.")
-        check_text("--question", question)
+        question = None if question is None else given_text("--question", question)
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")

@@ -6,6 +6,7 @@ Nothing here imports torch or transformers, so a wrong option is told at once.
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -87,11 +88,11 @@ def check_choice(option: str, value: object, choices: Collection[object]) -> Non
         raise UsageError(f"{option} {shown} is not one of {', '.join(map(str, choices))}.")
 
 
-def check_text(option: str, text: str | None) -> None:
-    """Raise `UsageError` if UTF-8 cannot encode a text, such as one that a terminal of another encoding passed on."""
+def given_text(option: str, text: str) -> str:
+    """The text of an option, from its bytes where a locale such as C could not decode them; or raise `UsageError`."""
     try:
-        (text or "").encode()
-    except UnicodeEncodeError:
+        return os.fsencode(text).decode() if any("\ud800" <= letter <= "\udfff" for letter in text) else text
+    except UnicodeError:
         raise UsageError(f"{option} {text!r} is not UTF-8 text.") from None
 
 
@@ -114,7 +115,8 @@ class Prompt:
     ] = None
 
     def __post_init__(self) -> None:
-        check_text("--system", self.system)
+        if self.system is not None:
+            object.__setattr__(self, "system", given_text("--system", self.system))
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,7 @@ class Answer:
     ] = None
 
     def __post_init__(self) -> None:
-        for text in self.stop or ():
-            check_text("--stop", text)
+        object.__setattr__(self, "stop", [given_text("--stop", text) for text in self.stop or ()] or None)
         self.settings()
 
     def settings(self, default_max_new_tokens: int = NEW_TOKENS) -> "AnswerSettings":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..documents import read_bytes
 from ..errors import HybridCacheError
 from .console import UsageError, strict_json
 
@@ -63,12 +64,10 @@ def read_questions(path: Path) -> list[Question]:
     Read all questions in a file of lines of JSON.
 
     Raises:
+        DocumentError: the file cannot be read.
         UsageError: lines are not questions, or repeat others; the message names them.
     """
-    try:
-        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).splitlines()
-    except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
+    lines = read_bytes(path).removeprefix(BYTE_ORDER_MARK).splitlines()
     questions: list[Question] = []
     wrong: dict[int, str] = {}
     for number, line in enumerate(lines, 1):

@@ -3,19 +3,29 @@
 import re
 from collections.abc import Callable
 from io import BytesIO
-from xml.etree.ElementTree import Element, fromstring
-from zipfile import ZipFile
+from string import ascii_letters
+from xml.etree.ElementTree import Element, TreeBuilder, XMLParser
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 # Some programs put a number after the names of parts.
 _PART = re.compile(r"word/(document|styles|numbering|footnotes|endnotes)\d*\.xml")
-# Tab stops, text that tracked changes deleted or moved, and copies of text boxes for old programs.
-_SKIPPED = {"pPr", "del", "moveFrom", "Fallback"}
+# Tab stops, and text that tracked changes deleted or moved.
+_SKIPPED = {"pPr", "del", "moveFrom"}
 _CHARACTERS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+# What fonts show for some of their codes; of any other the text has its font and its code.
+_SYMBOLS = {
+    "Symbol": dict(zip(ascii_letters, "αβχδεφγηιϕκλμνοπθρστυϖωξψζΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ", strict=True))
+    | dict(zip("\xa3\xae\xb0\xb1\xb3\xb4\xb7", "≤→°±≥\xd7•", strict=True)),
+    "Wingdings": dict(zip("o\xa8\xfb\xfc\xfd\xfe", "☐☐✗✓☒☑", strict=True)),
+}
+_SYMBOL_CODES = range(0xF000, 0xF100)
 # Where a paragraph, a run and a style name the style that they take properties from.
 _STYLES = ("pPr/pStyle", "rPr/rStyle", "basedOn")
 _MOST_STYLES = 20  # styles can be based on each other in a circle
 _ROMAN = {"m": 1000, "cm": 900, "d": 500, "cd": 400, "c": 100, "xc": 90, "l": 50, "xl": 40, "x": 10}
 _ROMAN |= {"ix": 9, "v": 5, "iv": 4, "i": 1}
+# What a file may unpack to: Word's own are seldom beyond 30 times as large. Elements take 250 bytes of memory each.
+_MOST_TIMES, _ALWAYS_BYTES, _MOST_ELEMENTS = 100, 2 * 2**20, 4_000_000
 _MOST_LETTERS = 4000  # a larger number in letters or Roman numerals is a mistake, and could fill the memory
 
 
@@ -27,8 +37,18 @@ def is_docx(content: bytes) -> bool:
 def docx_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
     """Extract a line for each paragraph or row of a table, then notes; a damaged file raises any kind of error."""
     with ZipFile(BytesIO(content)) as file:
-        found = [(match[1], match[0]) for match in map(_PART.fullmatch, file.namelist()) if match]
-        parts = {part: _without_namespaces(file.read(place)) for part, place in found}
+        found = [(match[1], info) for info in file.infolist() if (match := _PART.fullmatch(info.filename))]
+        # Python unpacks no more than a part declares; of other ways to pack than Word's it would unpack it all at once.
+        size, most = sum(info.file_size for _, info in found), _ALWAYS_BYTES + _MOST_TIMES * len(content)
+        if size > most or any(info.compress_type not in (ZIP_STORED, ZIP_DEFLATED) for _, info in found):
+            raise ValueError(f"its {len(content):,} bytes unpack to {size:,}, and those of Word to {most:,} at most")
+        parts = {}
+        for part, info in found:
+            parser = XMLParser(target=_Tree())
+            with file.open(info) as packed:
+                while piece := packed.read(2**16):
+                    parser.feed(piece)
+            parts[part] = parser.close()
     word = _Word(parts)
     text = [word.text_of(parts[part]).strip("\n") for part in ("document", "footnotes", "endnotes") if part in parts]
     if parts["document"].find(".//altChunk") is not None:
@@ -46,32 +66,37 @@ class _Word:
         self._kinds = {kind.get("abstractNumId"): kind for kind in numbering.iter("abstractNum")}
         self._counts: dict[str | None, dict[int, int]] = {}
 
-    def text_of(self, element: Element, paragraph: Element | None = None) -> str:
-        """The text of what is below an element of a paragraph, or above all paragraphs."""
+    def text_of(self, element: Element, is_hidden: bool = False) -> str:
+        """The text of what is below an element of a paragraph, which may be hidden, or above all paragraphs."""
         texts = []
         for child in element:
             kind = child.tag
-            if kind in _SKIPPED or (kind == "r" and self._is_hidden(child, paragraph)):
+            if kind in _SKIPPED or (kind == "r" and self._is_hidden(child, is_hidden)):
                 continue
             if kind == "t":
                 texts.append(child.text or "")
             elif kind in _CHARACTERS:
                 texts.append(_CHARACTERS[kind])
             elif kind == "p":
-                text = self.text_of(child, child)
+                text = self.text_of(child, _is_on(self._inherited(child, "rPr/vanish")))
                 if text or child.find("pPr/rPr/vanish") is None:
                     texts.append(f"{self._number(child)}{text}\n")
             elif kind == "tc":
                 texts.append(" ".join(self.text_of(child).split()) + "\t")
             elif kind == "tr":
                 texts.append(self.text_of(child).removesuffix("\t") + "\n")
+            elif kind == "sym":
+                texts.append(_symbol(child.get("font", ""), int(child.get("char", ""), 16)))
+            elif kind == "AlternateContent":  # the same for several programs
+                ways = (self.text_of(way, is_hidden) for way in child)
+                texts.append(next((text for text in ways if text.strip()), ""))
             elif kind == "ddList":
                 chosen = int(_value(child, "result") or 0)
                 texts += [entry.get("val", "") for entry in child.findall("listEntry")[chosen : chosen + 1]]
             elif kind == "checkBox":
                 texts.append("☒" if _is_on(_value(child, "checked") or _value(child, "default")) else "☐")
             else:
-                texts.append(self.text_of(child, paragraph))
+                texts.append(self.text_of(child, is_hidden))
         return "".join(texts)
 
     def _inherited(self, element: Element | None, path: str) -> str | None:
@@ -84,8 +109,9 @@ class _Word:
             element = self._styles.get(next(filter(None, (_value(element, link) for link in _STYLES)), None))
         return None
 
-    def _is_hidden(self, run: Element, paragraph: Element | None) -> bool:
-        return _is_on(self._inherited(run, "rPr/vanish") or self._inherited(paragraph, "rPr/vanish"))
+    def _is_hidden(self, run: Element, is_paragraph_hidden: bool) -> bool:
+        value = self._inherited(run, "rPr/vanish")
+        return is_paragraph_hidden if value is None else _is_on(value)
 
     def _number(self, paragraph: Element) -> str:
         """Return the number that a list shows before a paragraph, and count it."""
@@ -133,6 +159,14 @@ def _is_on(value: str | None) -> bool:
     return value not in (None, "0", "false", "off")
 
 
+def _symbol(font: str, code: int) -> str:
+    """The character that a symbol of a font looks like, or its name."""
+    if code not in _SYMBOL_CODES:
+        return chr(code)
+    code -= _SYMBOL_CODES.start
+    return _SYMBOLS.get(font, {}).get(chr(code), f"[{font} {code}]")
+
+
 def _numeral(count: int, shape: str | None) -> str:
     text = "" if shape == "none" else f"{count:02}" if shape == "decimalZero" else str(count)
     if shape in ("lowerLetter", "upperLetter") and 0 < count < _MOST_LETTERS:
@@ -145,10 +179,25 @@ def _numeral(count: int, shape: str | None) -> str:
     return text.upper() if shape and shape.startswith("upper") else text
 
 
-def _without_namespaces(content: bytes) -> Element:
-    """Parse XML, and leave out its namespaces: those of strict files are others."""
-    root = fromstring(content)
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        element.attrib = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
-    return root
+class _Tree(TreeBuilder):
+    """The elements of a part without their namespaces: those of strict files are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_elements = 0
+
+    def start(self, tag: str, attributes: dict[str, str]) -> Element:
+        self._num_elements += 1
+        if self._num_elements > _MOST_ELEMENTS:
+            raise ValueError(f"it has more than {_MOST_ELEMENTS:,} elements")
+        return super().start(_local(tag), {_local(key): value for key, value in attributes.items()})
+
+    def end(self, tag: str) -> Element:
+        return super().end(_local(tag))
+
+    def doctype(self, *_: str | None) -> None:
+        raise ValueError("it defines entities, which Word does not")  # a few of them could make any amount of text
+
+
+def _local(name: str) -> str:
+    return name.rpartition("}")[2]

@@ -3,12 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from .formats import DocumentError, decoded, is_pdf, text_of
+from .formats import MOST_TEXT, DocumentError, decoded, is_pdf, text_of
 
 _STANDARD_INPUT = "-"
+_MOST_BYTES = 256 * 2**20  # of a file: it is held in memory
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
         folder: as in `read_documents`.
 
     Raises:
-        DocumentError: a file or a folder is missing or protected, or standard input is closed.
+        DocumentError: a file or a folder is missing or protected, a name is of something else, such as a pipe, or
+            standard input is closed.
     """
     for name in names:
         path = Path(folder or "", name)
@@ -78,6 +81,9 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
             raise DocumentError(f"Cannot read {_printable(path)}: No such file or folder.")
         elif not os.access(path, os.R_OK):
             raise DocumentError(f"Cannot read {_printable(path)}: Permission denied.")
+        elif not path.is_file() and not path.is_dir():
+            way_out = "Give a file, or pass it on standard input, as the document -."
+            raise DocumentError(f"{_printable(path)} is a device, a pipe or a socket, which may have no end. {way_out}")
 
 
 def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: Path | None = None) -> Documents:
@@ -90,7 +96,8 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
         folder: names are relative to it, and standard input is not read; `None` for the working directory.
 
     Raises:
-        DocumentError: a file that is named cannot be read, or no document can.
+        DocumentError: a file that is named cannot be read, or no document can; a file has more than 256 MiB, or all
+            of them together 64 Mi characters of text.
     """
     require_documents(names, folder)
     documents: dict[str, Document] = {}  # by real path
@@ -105,7 +112,12 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
         if place in documents:
             skip(f"{name} was read before.")
         else:
-            documents[place] = Document(name, text_of(name, _bytes_of(path), remark))
+            text = text_of(name, read_bytes(path), remark)
+            total = len(text) + sum(len(document.text) for document in documents.values())
+            if total > MOST_TEXT:
+                limit = f"at most {MOST_TEXT:,} characters are read: give a part of it, or fewer documents"
+                raise DocumentError(f"With {name} there are {total:,} characters of text, and {limit}.")
+            documents[place] = Document(name, text)
 
     for name in names:
         path = Path(folder or "", name)
@@ -141,19 +153,31 @@ def read_text(path: Path) -> str:
     Raises:
         DocumentError: the file cannot be read, is a PDF, or is not such text.
     """
-    content = _bytes_of(path)
+    content = read_bytes(path)
     if is_pdf(content):
         raise DocumentError(f"{_printable(path)} is a PDF, not text: pass it as a document, or a file of its text.")
     return decoded(_printable(path), content, remark=None)
 
 
-def _bytes_of(path: Path | None) -> bytes:
-    """Read a file, or standard input for `None`."""
+def read_bytes(path: Path | None) -> bytes:
+    """
+    Read a file, or standard input for `None`.
+
+    Raises:
+        DocumentError: it cannot be read, or has more than 256 MiB.
+    """
+    shown = _printable(path or "standard input")
     try:
-        return sys.stdin.buffer.read() if path is None else path.read_bytes()
+        with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # no file can have a name with a null character
         why = getattr(error, "strerror", error)
-        raise DocumentError(f"Cannot read {_printable(path or 'standard input')}: {why}.") from error
+        raise DocumentError(f"Cannot read {shown}: {why}.") from error
+    if len(content) > _MOST_BYTES:
+        raise DocumentError(
+            f"{shown} has more than {_MOST_BYTES // 2**20} MiB, which are read at most: give parts of it."
+        )
+    return content
 
 
 def _printable(name: str | Path) -> str:

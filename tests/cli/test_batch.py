@@ -7,17 +7,21 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 
 from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.answers import Answers
+from hf_hybrid_cache.cli.loading import LoadedModel, load_model
+from hf_hybrid_cache.cli.options import Model
 from hf_hybrid_cache.cli.questions import RESULT_FIELDS
 from hf_hybrid_cache.prefix_store import PrefixStore
 
@@ -260,6 +264,11 @@ def test_what_was_answered_from_something_else_is_asked_again(batch: Batch, tmp_
     assert "1 of 3 questions were answered before\n" in said
     after = batch.by_question()
     assert after["long.txt", "w3"] == before["long.txt", "w3"]
+    earlier = batch.out.with_name("answers.earlier.jsonl")
+    assert f"earlier answers to questions that have a new one: 2; they are in {earlier} now\n" in said
+    assert [json.loads(line) for line in earlier.read_text().splitlines()] == [
+        before["short.txt", "w3"], before["many", "w3"],
+    ]  # fmt: skip
     assert after["many", "w3"]["document_tokens"] > before["many", "w3"]["document_tokens"]
     batch.document("long.txt", 300)
     model = AutoModelForCausalLM.from_pretrained(batch.model)
@@ -268,6 +277,60 @@ def test_what_was_answered_from_something_else_is_asked_again(batch: Batch, tmp_
     shutil.copy(tmp_path / "further" / "model.safetensors", batch.model)  # and nothing else has changed
     assert "3 of 3 questions are asked again" in batch.run().stderr
     assert batch.texts()["many", "w3"] != after["many", "w3"]["answer"]
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "a full disk"])
+def test_an_answer_stays_until_a_new_one_is_written_whatever_ends_the_batch(
+    batch: Batch, end: str, monkeypatch: pytest.MonkeyPatch
+):
+    resource = pytest.importorskip("resource")  # of POSIX
+    batch.run()
+    before = batch.by_question()
+    batch.document("long.txt", 290)
+    batch.document("short.txt", 30)
+    with monkeypatch.context() as ending:
+        if end == "Ctrl-C":
+            ask_all = Chat.ask_all
+
+            def one(self: Chat, questions: Sequence[str], at_once: int) -> Iterator[Any]:
+                yield next(ask_all(self, questions, at_once))
+                raise KeyboardInterrupt
+
+            ending.setattr(Chat, "ask_all", one)
+            batch.run(exit_code=130)
+        else:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            line = max(map(len, batch.out.read_bytes().splitlines()))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (batch.out.stat().st_size + line * 3 // 2, limits[1]))
+            try:
+                assert "Cannot write" in batch.run(exit_code=2).stderr
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    between = batch.by_question()
+    assert before.keys() == between.keys()
+    assert sum(between[key] != before[key] for key in before) == 1
+    assert "7 of 8 questions are asked again" in batch.run().stderr
+    earlier = batch.out.with_name("answers.earlier.jsonl").read_text().splitlines()
+    assert {json.dumps(answer) for answer in before.values()} == {json.dumps(json.loads(line)) for line in earlier}
+
+
+def test_a_model_that_comes_from_the_hub_in_the_first_run_is_the_same_in_the_next(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commit, place, folder = "0" * 40, tmp_path / "hub/models--ada--tiny", batch.model
+
+    def downloaded(options: Model, notes: Console) -> LoadedModel:
+        shutil.copytree(folder, place / "snapshots" / commit)
+        (place / "refs").mkdir()
+        (place / "refs/main").write_text(commit)
+        return load_model(options, notes)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("hf_hybrid_cache.cli.loading.load_model", downloaded)
+    batch.model = Path("ada/tiny")
+    batch.run()
+    assert {answer["model_digest"] for answer in batch.answers()} == {commit}
+    assert "8 of 8 questions were answered before" in batch.run().stderr
 
 
 def test_questions_may_be_moved_added_and_dropped(batch: Batch):
@@ -328,7 +391,7 @@ def test_a_batch_that_was_ended_goes_on(batch: Batch, end: str):
 def test_answers_on_standard_output_equal_those_of_a_file(batch: Batch):
     batch.run()
     texts = batch.texts()
-    with Answers(batch.out, [], {}, batch.folder).alone():  # as another batch does
+    with Answers(batch.out, [], {}, batch.folder, print).alone():  # as another batch does
         said = batch.run(exit_code=2).stderr
     assert said == f"error: Another batch writes into {batch.out} now: wait for it, or give another --out.\n"
     batch.out.unlink()

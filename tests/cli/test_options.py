@@ -1,5 +1,6 @@
 """Options of all commands: each is a field of a dataclass, and some exclude each other."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.options import (
     EXCLUDING,
     Answer,
@@ -17,6 +19,7 @@ from hf_hybrid_cache.cli.options import (
     Model,
     Prompt,
     Store,
+    given_text,
     option,
     with_options,
 )
@@ -91,3 +94,12 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(first: str
     options = f"{first} {VALUES.get(first, '')} {second} {VALUES.get(second, '')}"
     result = CliRunner().invoke(app, options.split())
     assert (result.exit_code, result.stderr) == (2, f"error: {way_out}\n")
+
+
+@pytest.mark.skipif(sys.getfilesystemencoding() != "utf-8", reason="bytes are passed on otherwise")
+def test_a_text_that_the_locale_could_not_decode_is_read_from_its_bytes():
+    undecoded = "Wer prüfte?".encode().decode("ascii", "surrogateescape")  # as Python has it with LC_ALL=C
+    assert given_text("--question", undecoded) == Prompt(system=undecoded).system == "Wer prüfte?"
+    assert Answer(stop=[undecoded, "ä\t"]).stop == ["Wer prüfte?", "ä\t"]
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        given_text("--question", "pr\udcfcfte")

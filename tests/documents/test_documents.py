@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from email.message import EmailMessage
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,7 +42,7 @@ def pdf_of(*pages: str, notes: Sequence[str] = (), form: str | None = None) -> b
             f"<< /Type /Page /Parent 2 0 R {of_page} >>",
             f"<< /Length {len(drawn)} >>\nstream\n{drawn if text else ''}\nendstream",
         ]
-    objects += [f"<< /Type /Annot /DA (/F1 10 Tf 0 g) {note} >>" for note in notes]
+    objects += [f"<< /Type /Annot {note if '/DA' in note else f'/DA (/F1 10 Tf 0 g) {note}'} >>" for note in notes]
     file, starts = "%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
         starts.append(len(file))
@@ -61,12 +62,23 @@ def encrypted_pdf_of(text: str, password: str, algorithm: str = "RC4-128") -> by
     return file.getvalue()
 
 
-def word_file(body: str, names: str = WORD, number: str = "", **parts: str) -> bytes:
+def pdf_with_a_file(text: str) -> bytes:
+    from pypdf import PdfWriter
+
+    writer, file = PdfWriter(io.BytesIO(pdf_of(text))), io.BytesIO()
+    writer.add_attachment("a.txt", b"inside")
+    writer.write(file)
+    return file.getvalue()
+
+
+def word_file(
+    body: str, names: str = WORD, number: str = "", packed_as: int = zipfile.ZIP_STORED, **parts: str
+) -> bytes:
     """A Word file with the XML of its body and of other parts, and a number after the names of parts."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as written:
+    with zipfile.ZipFile(file, "w", packed_as) as written:
         for part, content in {"document": f"<w:document><w:body>{body}</w:body></w:document>", **parts}.items():
-            content = re.sub("(?<=<)[^<> ]+", rf'\g<0> xmlns:w="{names}"', content, count=1)
+            content = re.sub(r"(?<=<)\w[^<> ]*", rf'\g<0> xmlns:w="{names}"', content, count=1)
             written.writestr(f"word/{part}{number}.xml", content)
     return file.getvalue()
 
@@ -131,6 +143,26 @@ def texts(tmp_path: Path) -> Path:
         *(("a.html", "<html><p>café".encode(name), "café", None) for name in ("utf-8", "utf-16")),
         ("a.html", '<html><meta charset="iso-8859-1"><p>café'.encode("latin-1"), "café", None),
         ("a.html", '<html><meta charset="utf-16"><p>café'.encode(), "café", None),
+        *(
+            (
+                "a.html",
+                f'<html><!-- <meta charset="koi8-r"> --><meta charset={named}><p>{text}'.encode(name),
+                text,
+                None,
+            )
+            for named, name, text in [
+                ("iso-8859-9", "cp1254", "ş €"),
+                ("x-sjis", "cp932", "①日本"),
+                ("Shift_JIS", "cp932", "①日本"),
+                ("windows-31j", "cp932", "①日本"),
+                ("euc-kr", "cp949", "똠방"),
+                ("cp949", "cp949", "똠방"),
+            ]
+        ),
+        ("a.txt", "日本 text".encode("iso-2022-jp"), "日本 text", None),
+        ("a.txt", b"\x1b[31mred", "\x1b[31mred", None),
+        ("a.txt", '<?xml version="1.0"?>\n<!doctype html><p>café'.encode("utf-16"), "café", None),
+        ("a.pdf", pdf_with_a_file(SIGNED), SIGNED, "left out of it: files inside it, 1. Save them"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )
@@ -161,10 +193,12 @@ def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
         f"/Subtype /Widget /FT /Tx /T (hidden) /V (HIDDEN) {at(60)} /F 2",
         f"/Subtype /Widget /FT /Btn /T (box) /V /Yes /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",  # drawn nowhere
         f"/Subtype /Widget /FT /Btn /T (other) /V /Yes /AS /On /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",
+        f"/Subtype /FreeText /Contents (HIDDEN) {at(60)} /F 2",
+        f"/Subtype /FreeText /Contents (By Ada.) /DA (x) {at(60)} /F 4",  # which is drawn without its text
         f"/Subtype /FreeText /Contents (Paid.) {at(86)} /F 4",
     ]
     said = text_of("a.pdf", pdf_of("Name:\nCity:\nTotal: 7", notes=notes, form=""))
-    assert said == "Name: Ada\nCity: Paris\nTotal: 7 Paid."
+    assert said == "Name: Ada\nCity: Paris\nTotal: 7 Paid. By Ada."
     assert text_of("a.pdf", pdf_of("Name:", notes=[notes[-1].replace(at(86), at(110))])) == "Name: Paid."
 
 
@@ -189,11 +223,17 @@ def test_a_word_file_has_all_that_it_shows_and_nothing_that_it_hides(names: str,
             <w:tc><w:p><w:r><w:t>d</w:t></w:r></w:p></w:tc></w:tr></w:tbl>
         <w:p>{run("<w:vanish/>", "a")}{run('<w:rStyle w:val="Gone"/>', "b")}{run('<w:vanish w:val="0"/>', "last")}
             <w:r><w:fldChar><w:ffData>{fields}</w:ffData></w:fldChar></w:r></w:p>
-        {paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')}"""
+        {paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')}
+        <w:p><w:AlternateContent><w:Choice>{run("", "new")}</w:Choice><w:Fallback>{run("", "old")}</w:Fallback>
+            </w:AlternateContent><w:AlternateContent><w:Choice><w:p/></w:Choice><w:Fallback>
+            {run("", " box")}</w:Fallback></w:AlternateContent></w:p>
+        <w:p><w:r><w:sym w:font="Symbol" w:char="F06D"/><w:t>g</w:t><w:sym w:font="Wingdings" w:char="F0FE"/>
+            <w:sym w:font="MS Gothic" w:char="2612"/><w:sym w:font="Webdings" w:char="F0E0"/></w:r></w:p>"""
     notes = f"<w:footnotes><w:footnote>{paragraph('a note')}</w:footnote></w:footnotes>"
     styles = '<w:styles><w:style w:styleId="Gone"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
     content = word_file(body, names, number, styles=styles, footnotes=notes)
-    assert text_of("a.docx", content) == "A\ttab inserted\na field\nc1 c2\td\nlastBlue☒☐\na note"
+    shown = "A\ttab inserted\na field\nc1 c2\td\nlastBlue☒☐\nnew box\nμg☑☒[Webdings 224]\na note"
+    assert text_of("a.docx", content) == shown
 
 
 def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
@@ -243,8 +283,29 @@ def test_html_is_read_as_a_browser_shows_it():
     page = b"""<html hidden><p hidden>1</p><div STYLE="color: red; Display : none"><p>2</div><dialog>3</dialog>
         <p style="visibility:hidden">4<p>Name: <input value=Ada> <input type=hidden value=5> <textarea>typed</textarea>
         <input type=checkbox checked><select><option>6<option selected>Paris</select><select><option>Red<option>7
-        </select><ol start=3><li>one<?x ?> two</ol>"""
-    assert " ".join(text_of("-", page).split()) == "Name: Ada typed ☒ Paris Red 3. one two"
+        </select><ol start=3><li>one<?x ?> two</ol><div><template shadowrootmode=open>A shad&shy;ow</template></div>
+        <template>8</template><p><![CDATA[a < <b>]]><script><![CDATA[9]]></script><!-- <![CDATA[9]]> -->."""
+    shown = "Name: Ada typed ☒ Paris Red 3. one two A shadow a < <b>."
+    assert " ".join(text_of("-", page).split()) == shown
+
+
+def test_a_mail_is_read_after_who_wrote_it_to_whom_and_when():
+    mail = EmailMessage()
+    mail["From"], mail["To"], mail["Subject"], mail["X-Spam"] = (
+        "Ada <ada@example.org>",
+        "bob@example.org",
+        "Über 5 €",
+        "no",
+    )
+    shown = "From: Ada <ada@example.org>\nTo: bob@example.org\nSubject: Über 5 €\n\nIt is signé."
+    for as_html in (False, True):
+        text = "<p>It is <b>signé</b>." if as_html else "It is signé."
+        mail.set_content(text, subtype="html" if as_html else "plain", charset="iso-8859-1")
+        assert text_of("a.eml", mail.as_bytes()).rstrip() == shown
+    mail.add_attachment(b"x", maintype="application", subtype="pdf", filename="a.pdf")
+    remarks: list[str] = []
+    assert text_of("a.txt", mail.as_bytes(), remarks.append) == shown
+    assert remarks == ["a.txt: left out of it: files inside it, 1. Save them, and give them as documents, too"]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +318,8 @@ def test_html_is_read_as_a_browser_shows_it():
         ("a.docx", docx_of(), "a.docx is a Word file without any text."),
         ("a.htm", b"<p>caf\xe9\x01", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
         ("a.htm", b'<meta charset="euc-jp"><p>caf\xe9', "a.htm says that it is in euc-jp, and is not: "),
+        ("a.htm", b'<meta charset="x-foo"><p>a', "a.htm says that it is in x-foo, which Python does not know."),
+        ("a.rtf", rb"{\rtf1\ansi It was signed.}", "a.rtf is RTF, which is not read. Save it as a PDF, or as a Word"),
         ("a.htm", b"<div>" * 3000 + b"a", "a.htm is HTML that is damaged (maximum recursion depth exceeded"),
         ("a.htm", b"<script>fill()</script>", "a.htm is HTML without any text, as where a script fills a page."),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.doc is not UTF-8 text (byte 0 is 0xd0)."),
@@ -358,6 +421,59 @@ def test_a_name_of_nothing_that_can_be_read_is_refused(function: Callable[..., o
             function(["a.txt", name], texts)
     with pytest.raises(DocumentError, match="' ' is not the name of a document"):
         function(["a.txt", " "], texts)
+
+
+def test_a_document_that_may_have_no_end_is_refused_before_it_is_read(texts: Path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs POSIX")
+    os.mkfifo(texts / "pipe")
+    for name in ("/dev/zero", texts / "pipe"):
+        for function in (require_documents, lambda names: read_documents(names, print)):
+            with pytest.raises(DocumentError, match=rf"^{name} is a device, a pipe or a socket.* pass it on standard"):
+                function([str(name)])
+    with pytest.raises(DocumentError, match=r"^/dev/zero has more than 256 MiB"):
+        read_text(Path("/dev/zero"))
+    program = "import hf_hybrid_cache.documents as d; d.read_documents(['-'], print)"
+    with open("/dev/zero", "rb") as endless:
+        result = subprocess.run([sys.executable, "-c", program], stdin=endless, capture_output=True, timeout=60)
+    assert b"DocumentError: standard input has more than 256 MiB" in result.stderr
+
+
+def test_documents_with_more_text_than_any_context_are_refused(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("formats", "reading"):
+        monkeypatch.setattr(f"hf_hybrid_cache.documents.{module}.MOST_TEXT", 150)
+    remarks: list[str] = []
+    assert [file.name for file in read(texts, remarks=remarks).files] == [str(texts / "a.txt")]
+    assert f"left out: With {texts}/b.md there are 189 characters of text, and at most 150 characters" in remarks[0]
+    with pytest.raises(DocumentError, match=r"With .*b.md there are 189 characters"):
+        read(texts / "a.txt", texts / "b.md")
+    with pytest.raises(DocumentError, match=r"a\.pdf has more than 150 characters of text: give parts of it"):
+        text_of("a.pdf", pdf_of(*["x" * 40] * 9))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (word_file("<w:p/>" * 500_000, packed_as=zipfile.ZIP_DEFLATED), "bytes unpack to 3,000,"),
+        (word_file(paragraph(SIGNED), packed_as=zipfile.ZIP_BZIP2), "bytes unpack to "),
+        (
+            word_file("", styles='<!DOCTYPE a [<!ENTITY e "eeeeeeee">]><w:styles>&e;</w:styles>'),
+            "it defines entities, which Word does not",
+        ),
+    ],
+    ids=["large", "packed otherwise", "entities"],
+)
+def test_a_word_file_that_unpacks_to_more_than_word_makes_is_refused(content: bytes, message: str):
+    with pytest.raises(DocumentError, match=message):
+        text_of("a.docx", content)
+    assert len(content) < 10_000
+
+
+def test_time_of_a_word_file_grows_with_its_size():
+    runs = "".join(
+        f"<w:r><w:t>{number},</w:t></w:r>" for number in range(100_000)
+    )  # which was minutes, and is a second
+    assert text_of("a.docx", word_file(f"<w:p>{runs}</w:p>")).count(",") == 100_000
 
 
 def test_standard_input_is_read_once_whatever_its_format(monkeypatch: pytest.MonkeyPatch):
