@@ -22,7 +22,7 @@ EVERYTHING_FROM_AVX512_ON = ("avx512", "avx10", "amx", "vnni", "bf16")
 
 
 def instructions() -> dict[str, Any]:
-    """What this process has, or believes in; vectors of sixteen numbers go through `transpose`."""
+    """Compile a function of vectors of sixteen numbers; tell which instructions it has, and which others believe in."""
     compiled = numba.njit("void(int64, int64)")(lambda source, target: transpose(source, 16, 16, target))
     believed = has_amx(), has_bfloat16_products(), has_fast_bfloat16(), has_gemm()
     return {
@@ -35,7 +35,7 @@ def instructions() -> dict[str, Any]:
     }
 
 
-def test_instructions_when_hidden_then_are_in_no_kernel_and_kernels_are_other_files():
+def test_instructions_when_hidden_then_are_in_no_kernel():
     here = instructions()
     program = "import json; from kernels.test_processor import instructions; print(json.dumps(instructions()))"
     run = subprocess.run(
