@@ -54,21 +54,15 @@ class QuantoCodec(Codec):
         return torch.cat([part.reshape(batch, heads, blocks, -1) for part in parts], dim=3)
 
     def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
-        from optimum.quanto import WeightQBitsTensor, qint2, qint4
-        from optimum.quanto.tensor.packed import PackedTensor
-
+        # Not by quanto, which compiles C++ code for it.
         head_dim, size = states.shape[3], GROUP * self.bits // 8
         if not packed.shape[2]:
             return
-        cuts = [head_dim * size, head_dim * 2, head_dim * 2]
-        data, scale, shift = packed.contiguous().split(cuts, dim=3)
-        count = packed.shape[:3].numel() * head_dim
-        shape, stride = torch.Size((GROUP, count)), (count, 1)
-        packed = PackedTensor(data.reshape(count, size).T.contiguous(), self.bits, shape, stride)
-        numbers = (each.contiguous().view(torch.bfloat16).float().reshape(1, count) for each in (scale, shift))
-        kind = qint4 if self.bits == 4 else qint2
-        groups = WeightQBitsTensor(kind, -1, GROUP, shape, stride, packed, *numbers).dequantize()
-        states.copy_(groups.T.reshape(states.shape))
+        data, scale, shift = packed.split([head_dim * size, head_dim * 2, head_dim * 2], dim=3)
+        data = data.reshape(-1, size)
+        codes = torch.cat([data >> first & 2**self.bits - 1 for first in range(0, 8, self.bits)], dim=1)
+        scale, shift = (each.contiguous().view(torch.bfloat16).float().reshape(-1, 1) for each in (scale, shift))
+        states.copy_((scale * codes - shift).reshape(states.shape))
 
 
 def quanto(bits: int = 4, sink_tokens: int = GRANULE) -> KVCodec:

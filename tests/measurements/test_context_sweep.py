@@ -24,7 +24,6 @@ from experiments.sweep.page import page
 from experiments.sweep.points import points
 from experiments.sweep.store import Cell
 from hf_hybrid_cache import DynamicHybridCache
-from hf_hybrid_cache.models.loading import fastest_dtype
 
 from common.programs import wait_for_compilation
 from common.slow import slow
@@ -86,7 +85,7 @@ def test_a_cell_is_measured_and_recorded(name: str, sweep: Sweep, tmp_path: Path
     results = {cell.cache: record["result"] for cell, record in store.read(tmp_path).records.items()}
     for cache, result in results.items():
         numbers, bits = 2 * 2 * 2 * 16 * 69, CACHES[cache].weights  # the last token is only predicted
-        whole = numbers * fastest_dtype().itemsize
+        whole = numbers * 4  # the model is saved in float32
         # Room for the tokens of a quantized layer that stay in full precision is made whole.
         least, most = (0.2, 3) if "quantized" in cache else (1, 2)
         assert least * whole <= result["kv_bytes"] <= most * whole
@@ -94,7 +93,7 @@ def test_a_cell_is_measured_and_recorded(name: str, sweep: Sweep, tmp_path: Path
         assert result["peak_bytes"]["host_over_model"] >= 0  # so little may fit into what was given back before
         if bits is not None:  # codes are read, with scales, and a head in 8 bits
             share = result["weight_bytes"] / results["dynamic"]["weight_bytes"]
-            assert bits < share * 8 * fastest_dtype().itemsize < bits + 3
+            assert bits < share * 32 < bits + 3
     with (tmp_path / store.SUMMARY).open() as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["measured"] * len(results)
 

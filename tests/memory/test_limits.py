@@ -94,7 +94,7 @@ def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
     with limited(30 * MIB):
         with pytest.warns(UserWarning, match=r"Host memory will end at about token [\d,]+: ") as warned:
             message = refusal(lambda: generate(cache, ids, 2000))
-        assert len(warned) == 1
+        assert sum("Host memory will end" in str(each.message) for each in warned) == 1  # steps may be slow, too
         assert "limit of address space (RLIMIT_AS, ulimit -v)" in message
         cache.drop_unfinished()  # where memory ended after the first layer
         length = cache.get_seq_length()

@@ -2,13 +2,13 @@
 Instructions that the processor has, and whether the kernels use those for integer dot products.
 
 Numba compiles for the processor of this machine, or for the one that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` name.
+Nothing else is asked, so instructions that are hidden there are hidden from the whole package.
 """
 
 import sys
 from functools import cache
 from typing import Any
 
-from llvmlite import binding
 from numba.core.registry import cpu_target
 
 # Instructions for integer dot products, by the features that they need.
@@ -17,6 +17,8 @@ AVX_VNNI = ("avxvnni",)
 AVX512 = ("avx512f", "avx512bw")
 AVX2 = ("avx2",)
 _AVX512_BF16 = ("avx512f", "avx512bw", "avx512bf16")
+_AMX = ("amx-bf16",)
+_AARCH64_BF16 = ("bf16",)
 
 _wanted: bool | None = None
 
@@ -47,10 +49,14 @@ def has_bfloat16_products() -> bool:
     return sys.byteorder == "little" and has_features(_AVX512_BF16)
 
 
-@cache
 def has_amx() -> bool:
-    """Whether this machine multiplies tiles of bfloat16 (x86-64 with AMX), as torch does; the kernels do not."""
-    return bool(binding.get_host_cpu_features().get("amx-bf16"))
+    """Whether tiles of bfloat16 are multiplied (x86-64 with AMX), as torch does; the kernels do not."""
+    return has_features(_AMX)
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 as it is; elsewhere it is converted to float32 first."""
+    return any(map(has_features, (_AVX512_BF16, _AMX, _AARCH64_BF16)))
 
 
 def set_integer_kernels(enabled: bool | None) -> None:
