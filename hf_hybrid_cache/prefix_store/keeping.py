@@ -5,7 +5,6 @@ import warnings
 
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..files.layers import described_layer
 from ..layers import tensors_of
 from ..storage import GRANULE
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
@@ -58,17 +57,6 @@ class Keeper:
         )
         self._end, self._before = reached, states
         return name
-
-
-def name_of_kept(folder: Folder, conversation: Prompt) -> str | None:
-    """Return the name of the node that has all that the cache of a conversation holds, as it is; `None` without one."""
-    match, states = find_all(folder, conversation)
-    with match:
-        if states is None or match.num_tokens < len(conversation.keys):
-            return None
-        # A cache that was cropped may have quantized more.
-        is_as_it_was = states.layers == tuple(map(described_layer, conversation.contents.layers))
-        return match.parts[-1].node.name if is_as_it_was else None
 
 
 def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:

@@ -5,7 +5,6 @@ import os
 import secrets
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from .errors import NodeNotFoundError, PrefixStoreError
 from .filling import fill
 from .finding import Reuse, empty, find, obstacles, take_over
 from .generating import cache_of, require_one_prompt, require_tokens_alone
-from .keeping import Keeper, keep_conversation, name_of_kept
+from .keeping import Keeper, keep_conversation
 from .node_files import Head
 from .prompt import Prompt, identity_for, require_new, require_text
 from .states import NodeStates
@@ -239,19 +238,14 @@ class PrefixStore(StoredPrompts):
         agreement = _agreement_for(cache)
         # That of the first of the processes that share the cache.
         seed, *_ = agreement.numbers(lambda: None, lambda _: secrets.randbits(62))[1]
-        conversation = agreement.same(
-            lambda: Prompt.conversation(model, token_ids, cache, self._identity, document_tokens, title, details, seed),
-            lambda conversation: _checksum(conversation.keys),
-        )
-        name, are_kept = agreement.numbers(
-            partial(name_of_kept, self._folder, conversation), lambda name: int(name is not None)
-        )
-        if name is not None and all(are_kept):
-            return name
-        if len(known := contents_of(cache).keys(conversation.identity.digest)) == len(conversation.keys):
-            # What is written ends with the states of this conversation, which may not be those of a prompt.
-            conversation = conversation.with_random_keys(len(known) - 1, seed)
-        return agreement.together(lambda: keep_conversation(self._folder, conversation, replaces))
+
+        def keep_share() -> str:
+            conversation = Prompt.conversation(
+                model, token_ids, cache, self._identity, document_tokens, title, details, seed
+            )
+            return keep_conversation(self._folder, conversation, replaces)
+
+        return agreement.together(keep_share)
 
     def resume(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> None:
         """

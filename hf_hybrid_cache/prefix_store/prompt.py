@@ -6,7 +6,7 @@ What cannot be kept raises `PrefixStoreError`.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -107,16 +107,12 @@ class Prompt:
                 f"The cache holds {held:,} tokens of a conversation of {list(all_ids.shape)}, whose document has "
                 f"{document:,}: the document comes first, and the cache holds some of the conversation, and no more."
             )
-        description = Description(identity, _name_of(model), title, details or {}, document).to_json()
-        prompt = cls(model, all_ids, cache, Passes(held, document), identity, known, description)
-        return prompt.with_random_keys(len(known), seed)
-
-    def with_random_keys(self, start: int, seed: int) -> "Prompt":
-        """Return a conversation with random keys of all tokens that the cache holds but the first ones."""
-        keys = np.concatenate([self.keys[:start], random_keys(self.contents.num_tokens - start, seed)])
-        rest = tuple(self.token_ids[0, num_read_tokens(keys) :].tolist())
-        description = replace(Description.from_json(self.description), rest=rest).to_json()
-        return replace(self, keys=keys, description=description)
+        # The last one is random in any case: where the cache was cropped, it does not end as that of a prompt.
+        known = known[: held - 1]
+        keys = np.concatenate([known, random_keys(held - len(known), seed)])
+        rest = tuple(all_ids[0, num_read_tokens(keys) :].tolist())
+        description = Description(identity, _name_of(model), title, details or {}, document, rest)
+        return cls(model, all_ids, cache, Passes(held, document), identity, keys, description.to_json())
 
     @property
     def contents(self) -> Contents:
