@@ -61,7 +61,7 @@ class Keeper:
 
 def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:
     """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
-    keys = conversation.keys
+    keys, contents, identity = conversation.keys, conversation.contents, conversation.identity.digest
     _require_all_states(conversation, len(keys))
     if replaces is not None:
         with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
@@ -69,10 +69,14 @@ def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None
             common = num_common(as_bytes(before), as_bytes(keys))
             if common < len(before):  # turns were taken back
                 folder.remove_unshared(replaces, max(common, num_read_tokens(before)))
+    if num_read_tokens(known := contents.keys(identity)) == len(keys):  # all questions were taken back
+        with folder.find(identity, known) as match:
+            if match.num_tokens == len(keys):
+                return match.parts[-1].node.name
     match, states = find_all(folder, conversation)
     with match:
         name = Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
-    conversation.contents.note_keys(conversation.identity.digest, keys)
+    contents.note_keys(identity, keys)
     return name
 
 
