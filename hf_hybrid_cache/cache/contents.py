@@ -4,8 +4,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -49,6 +50,19 @@ class MemoryReport:
         return (self.device_bytes + self.host_bytes) / self.num_tokens if self.num_tokens else 0.0
 
 
+class _Origin(NamedTuple):
+    """
+    The keys under which a prefix store has states, `[tokens]`, for an identity.
+
+    Attributes:
+        num_edits: of the layers when the keys were those of their states.
+    """
+
+    identity: bytes
+    keys: np.ndarray
+    num_edits: int
+
+
 class Contents:
     """
     The layers of a cache, and their checkpoints.
@@ -65,6 +79,7 @@ class Contents:
     def __init__(self, layers: list[Any], stores: LayerStores):
         self.layers, self.stores = layers, stores
         self.checkpoints: dict[int, Checkpoint] = {}
+        self._origin = _Origin(b"", np.zeros(0, np.uint32), 0)
         self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
         self.theirs = [layer for layer in layers if not isinstance(layer, HybridLayer)]
         of_images = getattr(stores.config, "cross_attention_layers", None) or ()
@@ -78,6 +93,19 @@ class Contents:
     def num_tokens(self) -> int:
         """Tokens in the first layer of attention, also while others hold more or less; 0 without one."""
         return next((layer.get_seq_length() for layer in self.of_text.values()), 0)
+
+    def note_keys(self, identity: bytes, keys: np.ndarray) -> None:
+        """Note the keys under which a prefix store finds the states of the first tokens, `[tokens]`, by an identity."""
+        self._origin = _Origin(identity, keys, self.stores.num_edits)
+
+    def keys(self, identity: bytes) -> np.ndarray:
+        """Return the keys that were noted for an identity, of the first tokens, whose states have not changed since."""
+        is_valid = (self._origin.identity, self._origin.num_edits) == (identity, self.stores.num_edits)
+        return self._origin.keys if is_valid else np.zeros(0, np.uint32)
+
+    def forget_keys(self) -> None:
+        """Forget the keys of tokens that are not stored any more, in whose place others may come."""
+        self._origin = self._origin._replace(keys=self._origin.keys[: self.num_tokens])
 
     def settle(self) -> None:
         """Choose the codecs of states that wait for them, by what is known now."""

@@ -53,6 +53,7 @@ class Prompts:
 
     def reset(self) -> None:
         """Forget the tokens, and the offset of positions."""
+        self._contents.forget_keys()
         self.token_ids: torch.Tensor | None = None
         self._rope_deltas: torch.Tensor | None = None
 
@@ -199,6 +200,7 @@ class Prompts:
 
     def keep_stored(self) -> None:
         """Forget the tokens after those that are stored, which others may follow."""
+        self._contents.forget_keys()
         num_tokens = self._contents.num_tokens
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, :num_tokens] if num_tokens else None

@@ -138,6 +138,7 @@ class HybridLayer(CacheLayerMixin):
             )
         self._require_states(keys, values)
         self._lent = None
+        self._stores.num_edits += 1
         old, shape = self.usable_store(), KVShape.of(keys, values)
         held = None if old is None or old.shape != shape else old.read()
         first = 0 if held is None else _first_difference(held, (keys, values))
@@ -181,6 +182,7 @@ class HybridLayer(CacheLayerMixin):
         """Move the stored states to a store for `shape`."""
         old = self._store
         assert old is not None
+        self._stores.num_edits += 1
         self.start(shape, lambda new: new.take_from(old))
 
     def update(

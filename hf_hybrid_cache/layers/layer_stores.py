@@ -89,6 +89,7 @@ class LayerStores:
         unfinished: the operation on all layers that ended half-way.
         thread: that began the last forward pass.
         recently_lent: layers that callers have read from, or assigned to.
+        num_edits: how often states were set, or became others of another type or place.
         implementation: the model's implementation of attention in the last forward pass.
         needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
@@ -127,6 +128,7 @@ class LayerStores:
         # Stores whose tokens may wait for a codec, in the order of their last use.
         self._waiting: list[weakref.ref[Store]] = []
         self.recently_lent = LendingLayers()
+        self.num_edits = 0
         self._resident = placement.resident_ordinals(num_layers)
         self.thread: int | None = None
 

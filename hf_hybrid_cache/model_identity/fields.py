@@ -1,8 +1,11 @@
 """The fields of an identity, read from a model and a cache."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
-from itertools import groupby
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,14 +15,14 @@ from transformers import PreTrainedModel
 
 from ..cache import HybridCache
 from ..codecs import describe, weights_of
+from ..kernels.vector import processor
 from ..layers import HybridLayer
-from .code import require_identifiable, require_known_code
 from .identity import RANK, Identity, ModelIdentityError, digest_of
-from .modules import adapters_of, modules_digest, name_of_class
+from .modules import modules_digest, name_of_class, require_identifiable, require_known_code
 from .weights import digest_of_tensors, stored_tensors
 
 # Raise it when an identity means something else.
-_FORMAT = 3
+_FORMAT = 4
 # Raise it when kernels or codecs give other results than before: states that were kept are then read again.
 NUMBERS = 4
 # Settings of a config: where a model comes from, how it is loaded, and what it returns beside states. The type and the
@@ -49,20 +52,21 @@ def identity_of(model: PreTrainedModel, cache: HybridCache, name: str | None = N
     Return what the states that a model stores in a cache depend on, beside the tokens.
 
     Each call reads all weights, as fast as memory is read: torch does not count writes through `weight.data`, so
-    nothing proves that they are as they were. What hooks and functions of other programs do cannot be read: a model
-    that has some needs a name.
+    nothing proves that they are as they were. What code of other programs does cannot be read: a model that has modules
+    of other classes than those of torch, transformers and this package, hooks, or modules with a forward of their own,
+    needs a name. A function of these packages that somebody has replaced is not seen.
 
     It is no protection from somebody who wants two models to have the same identity.
 
     Args:
         model: in evaluation mode, with all of its weights in memory.
         cache: which it will use; what is stored in it does not matter.
-        name: of what the model does beside the code of its classes, such as "steering 2.0".
+        name: of what other programs' code does in the model, such as "steering 2.0".
 
     Raises:
         TypeError: `model` is no model of transformers, such as the wrapper of PEFT, or `cache` is not one of ours.
-        ModelIdentityError: the model is in training mode, some weights are not in memory, another library has quantized
-            them, its states depend on texts that it read before, or it has no name and runs code of other programs.
+        ModelIdentityError: the model is in training mode, some weights are not in memory, its states depend on texts
+            that it read before, or it has no name and runs code of other programs.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -95,16 +99,45 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "config", digest_of(_settings(model.config.to_dict()))
     yield "modules", modules_digest(modules)
     yield "weights", digest_of_tensors({each.form: each.data for each in tensors})
-    yield "adapters", adapters_of(modules)
     yield "dtype", f"{model.dtype}{autocast}".replace("torch.", "")
     yield "attention", str(text._attn_implementation)
     yield "experts", str(getattr(text, "_experts_implementation", None))
     yield "device", "+".join(sorted(devices)) or "cpu"
     yield "layers", f"{_ranges(layers)} of {len(cache.layers)}"
     yield "codecs", _codecs_of(cache)
+    yield "threads", str(torch.get_num_threads())
+    yield "processor", torch.backends.cpu.get_cpu_capability()
+    yield "default dtype", str(torch.get_default_dtype())
+    yield from switches()
     if cache.group is not None:
         yield "processes", str(cache.group.size())
         yield RANK, str(cache.group.rank())
+
+
+def switches() -> Iterator[tuple[str, str]]:
+    """List what is set for the whole process and may change numbers: all that torch can be asked for, and ours."""
+    yield from ((name, str(ask())) for name, ask in _questions())
+    for place in itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
+        yield f"float32 in {' '.join(place)}", str(torch._C._get_fp32_precision_getter(*place))
+    asked = {name: ask for name, ask in vars(processor).items() if name.startswith(("has_", "uses_"))}
+    yield "kernels", ", ".join(name for name, ask in asked.items() if not signature(ask).parameters and ask())
+
+
+@functools.cache
+def _questions() -> list[tuple[str, Callable[[], Any]]]:
+    """
+    List the functions of torch that tell how its switches are set, with their names.
+
+    Texts are left out, such as the name of the thread: what they say of numbers is told elsewhere, too.
+    """
+    found = []
+    for name, ask in vars(torch._C).items():
+        what = name.removeprefix("_get_")
+        if what != name and (f"_set_{what}" in vars(torch._C) or what.endswith("_enabled")):
+            with contextlib.suppress(TypeError, RuntimeError):  # it wants to know more, or will not say
+                if not isinstance(ask(), str):
+                    found.append((what, ask))
+    return found
 
 
 def _settings(value: Any) -> Any:
@@ -135,5 +168,8 @@ def _codecs_of(cache: HybridCache) -> str:
 
 def _ranges(indices: Iterable[int]) -> str:
     """Return sorted indices as text, such as "0-3, 7"; "none" for none."""
-    runs = ([index for _, index in run] for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]))
+    runs = (
+        [index for _, index in run]
+        for _, run in itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0])
+    )
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

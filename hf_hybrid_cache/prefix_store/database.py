@@ -22,7 +22,7 @@ from .errors import PrefixStoreFolderError
 from .keys import KEY_BYTES
 
 # Raise it when the folder means something else.
-VERSION = 3
+VERSION = 4
 NAME = re.compile("[0-9a-f]{32}")
 _APPLICATION = 0x68666B76
 _SCHEMA = (

@@ -12,7 +12,7 @@ from ..processes import Agreement
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError
 from .filling import fill, states_of
 from .folder import Folder, Match
-from .keys import as_bytes, num_common, token_ids_of
+from .keys import as_bytes, num_common, num_read_tokens, token_ids_of
 from .prompt import Prompt
 from .states import NodeStates
 from .stored_prompts import StoredPrompt
@@ -29,7 +29,8 @@ class Reuse:
         common_tokens: tokens that the prompt has in common with what is stored, which may be more: states go on only
             from where a forward pass ended.
         prompt_tokens: of the prompt.
-        stored_token: token id that is stored where the prompt first differs; `None` if nothing is.
+        stored_token: token id that is stored where the prompt first differs; `None` if nothing is, or it is of an
+            answer.
         given_token: token id of the prompt there; `None` if it ends there.
     """
 
@@ -66,7 +67,7 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tupl
         nearest = folder.nearest(digest, keys, match)
         more = num_common(as_bytes(nearest), as_bytes(keys[match.num_tokens :]))
         common = match.num_tokens + more
-    stored = int(token_ids_of(nearest)[more]) if more < len(nearest) else None
+    stored = int(token_ids_of(nearest)[more]) if more < num_read_tokens(nearest) else None
     given = int(token_ids[common]) if common < len(token_ids) else None
     # Where the tokens are the same, forward passes ended elsewhere.
     different = None if given == stored else given
@@ -135,6 +136,7 @@ def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Mat
                 if not all(are_filled):
                     continue
                 prompt.cache.note_tokens(prompt.token_ids[:, : match.num_tokens])
+                prompt.contents.note_keys(prompt.identity.digest, prompt.keys[: match.num_tokens])
             is_used = True
             return match, states, reuse
         finally:

@@ -10,7 +10,7 @@ from ..storage import GRANULE
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
 from .finding import find_all
 from .folder import Folder
-from .keys import as_bytes, num_common, num_shared_tokens
+from .keys import as_bytes, num_common, num_read_tokens
 from .prompt import Prompt
 from .states import NodeStates, states_since
 
@@ -29,6 +29,7 @@ class Keeper:
         _require_all_states(self._prompt, reached)
         # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
         contents.settle()
+        contents.note_keys(self._prompt.identity.digest, self._prompt.keys[:reached])
         self._is_keeping = self._is_keeping and passes.is_kept(self._end, reached)
         if not self._is_keeping:
             return
@@ -42,7 +43,10 @@ class Keeper:
         """Add a node with what is not stored of the first `reached` tokens, and return its name; see `Folder.add`."""
         prompt = self._prompt
         border = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
-        states, sections = states_since(border, self._before, prompt.contents.layers, prompt.contents.stores)
+        try:
+            states, sections = states_since(border, self._before, prompt.contents.layers, prompt.contents.stores)
+        except ValueError as error:
+            raise PrefixStoreError(f"What the cache holds cannot be kept: {error}") from error
         name = self._folder.add(
             prompt.identity.digest,
             prompt.keys[:reached],
@@ -57,16 +61,23 @@ class Keeper:
 
 def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:
     """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
-    keys = conversation.keys
+    keys, contents, identity = conversation.keys, conversation.contents, conversation.identity.digest
+    _require_all_states(conversation, len(keys))
     if replaces is not None:
         with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
             before = folder.keys(replaces)
             common = num_common(as_bytes(before), as_bytes(keys))
             if common < len(before):  # turns were taken back
-                folder.remove_unshared(replaces, max(common, num_shared_tokens(before)))
+                folder.remove_unshared(replaces, max(common, num_read_tokens(before)))
+    if num_read_tokens(known := contents.keys(identity)) == len(keys):  # all questions were taken back
+        with folder.find(identity, known) as match:
+            if match.num_tokens == len(keys):
+                return match.parts[-1].node.name
     match, states = find_all(folder, conversation)
     with match:
-        return Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
+        name = Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
+    contents.note_keys(identity, keys)
+    return name
 
 
 def _require_all_states(prompt: Prompt, reached: int) -> None:

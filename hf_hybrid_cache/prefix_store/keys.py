@@ -1,43 +1,37 @@
 """
-The keys by which prompts are found: token ids, with marks of all else that states depend on.
+The keys by which states are found: equal keys of all tokens before mean equal bits.
 
+Of a token that the store has read the key is its id, with a mark where a forward pass ended. Of any other one, such as
+a token of an answer, it is a random number, which only this conversation has: what its states depend on is not known.
 Token ids are smaller than the marks, which are added by a bitwise or. As bytes a key has four, the highest first, so
 that bytes sort as keys do.
 """
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import torch
-
-PASS_ENDS, _AS_THEY_CAME = 2**31, 2**30
-MOST_TOKEN_IDS = _AS_THEY_CAME
+PASS_ENDS, _RANDOM = 2**31, 2**30
+MOST_TOKEN_IDS = _RANDOM
 KEY_BYTES = 4
 # Beyond any context.
 MOST_TOKENS = 2**26
 
 
-def keys_as_they_came(token_ids: "torch.Tensor") -> np.ndarray:
-    """
-    Return keys of tokens, `[tokens]`, that were generated, or read after a document as they came.
-
-    Their states depend on more than the tokens, so these are found for one conversation only.
-    """
-    return token_ids.numpy().astype(np.uint32) | _AS_THEY_CAME
+def random_keys(count: int, seed: int) -> np.ndarray:
+    """Return keys of tokens, `[count]`, that no other ones have."""
+    return np.random.default_rng(seed).integers(_RANDOM, size=count, dtype=np.uint32) | _RANDOM
 
 
-def num_shared_tokens(keys: np.ndarray) -> int:
-    """Return how many of the first tokens have states that are those of any prompt with these tokens."""
-    others = np.flatnonzero(keys & _AS_THEY_CAME)
+def num_read_tokens(keys: np.ndarray) -> int:
+    """Return how many of the first tokens the store has read, so that their keys tell them."""
+    others = np.flatnonzero(keys & _RANDOM)
     return int(others[0]) if len(others) else len(keys)
 
 
 def token_ids_of(keys: np.ndarray) -> np.ndarray:
-    """Return the token ids of keys."""
-    return (keys & (_AS_THEY_CAME - 1)).astype(np.int64)
+    """Return the ids of tokens that the store has read, by their keys."""
+    return (keys & (_RANDOM - 1)).astype(np.int64)
 
 
 def as_bytes(keys: np.ndarray) -> bytes:
@@ -70,11 +64,11 @@ def end_digests(prefix: str, keys: bytes) -> dict[str, int]:
     """
     Return how many tokens come before each place where a node may end, by the digest of all that is before it.
 
-    A pass ends there, or its token was read as it came. Each digest is computed from the one before it, the first from
+    A pass ends there, or its key is a random one. Each digest is computed from the one before it, the first from
     `prefix`, and the keys between them, so that equal digests mean an equal identity and equal keys from the first on.
     """
     digests, start = dict[str, int](), 0
-    for end in (np.flatnonzero(as_keys(keys) & (PASS_ENDS | _AS_THEY_CAME)) + 1).tolist():
+    for end in (np.flatnonzero(as_keys(keys) & (PASS_ENDS | _RANDOM)) + 1).tolist():
         data = bytes.fromhex(prefix) + keys[start * KEY_BYTES : end * KEY_BYTES]
         prefix = blake2b(data, digest_size=16).hexdigest()
         digests[prefix] = start = end

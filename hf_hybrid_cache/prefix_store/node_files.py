@@ -21,7 +21,7 @@ from .keys import KEY_BYTES, MOST_TOKENS, end_digests
 from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 _SUFFIX = ".safetensors"
-_FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "3"
+_FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "4"
 _KEYS = "keys"
 _ALIGNMENT = 64
 # Of a file; another error, such as of too many open files, is of the process.

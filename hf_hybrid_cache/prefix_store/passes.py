@@ -36,15 +36,19 @@ class Passes:
     document_tokens: int
 
     def is_kept(self, start: int, end: int) -> bool:
-        """Return whether the states of a pass, from `start` to `end`, are worth storing."""
-        return end == self.document_tokens or end - start >= _FEW_TOKENS
+        """
+        Return whether the states of a pass, from `start` to `end`, are worth storing.
+
+        Those of a single token are not: a model may have another way for it (`fuse_decode`), with other bits.
+        """
+        return end - start > 1 and (end == self.document_tokens or end - start >= _FEW_TOKENS)
 
     def ends(self, start: int = 0) -> list[int]:
         """Return where passes end that begin after `start` tokens, where one ended."""
         document, last = self.document_tokens, self.num_tokens - self.num_tokens % PREFILL_CHUNK_SIZE
         chunks = range(PREFILL_CHUNK_SIZE, self.num_tokens, PREFILL_CHUNK_SIZE)
         pieces = range(last + _LAST_TOKENS, self.num_tokens - _FEW_TOKENS + 1, _LAST_TOKENS)
-        in_document = (end for end in chunks if end < document)
+        in_document = (end for end in chunks if end < document - 1)
         after = (end for end in (*chunks, *pieces) if not document or end >= document + _FEW_TOKENS)
         return [end for end in dict.fromkeys((*in_document, document, *after, self.num_tokens)) if end > start]
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,6 @@ from .filling import fill
 from .finding import Reuse, empty, find, obstacles, take_over
 from .generating import cache_of, require_one_prompt, require_tokens_alone
 from .keeping import Keeper, keep_conversation
-from .keys import token_ids_of
 from .node_files import Head
 from .prompt import Prompt, identity_for, require_new, require_text
 from .states import NodeStates
@@ -43,9 +43,10 @@ class PrefixStore(StoredPrompts):
         max_bytes: the most that it may take, in bytes or as text such as "40GiB"; what was used longest ago goes first.
             `None` for no limit but the disk's.
         min_free_bytes: what stays free on the disk, likewise.
-        identity: name of what models do beside the code of their classes, such as "steering 2.0". Without one a model
-            with hooks, patched functions or objects of other programs is refused. Give another name whenever one of
-            these does something else: states are used under the same name alone.
+        identity: name of what other programs' code does in models, such as "steering 2.0". Without one a model is
+            refused if it has modules that are not of torch, transformers or this package, hooks, or modules with a
+            forward of their own. Give another name whenever one of these does something else: states are used under the
+            same name alone.
 
     Raises:
         PrefixStoreFolderError: the folder cannot be used, or has other files.
@@ -203,7 +204,7 @@ class PrefixStore(StoredPrompts):
         token_ids: TokenIds,
         cache: HybridCache,
         *,
-        document_tokens: int,
+        document_tokens: int | None = None,
         title: str = "",
         details: Mapping[str, Any] | None = None,
         replaces: str | None = None,
@@ -211,15 +212,16 @@ class PrefixStore(StoredPrompts):
         """
         Keep a conversation as a cache holds it, so that `resume` goes on as if it had never ended.
 
-        Each time only what is new since the last one is written, from the last multiple of 64 tokens on. The states of
-        answers are those of this conversation: other prompts with the same tokens do not find them, but for other
-        conversations that begin with the same document and the same turns.
+        Each time only what is new since the last one is written, from the last multiple of 64 tokens on. Whatever the
+        store's own `prefill` has not read, such as answers, or a cache that a program filled or edited, is found by
+        this conversation alone: other prompts and conversations with the same tokens do not find it.
 
         Args:
             model: that answered.
             token_ids: of the conversation, `[1, tokens]` or a list; the cache may lack the last ones.
             cache: holds the first of them.
-            document_tokens: how many of them were read by `prefill`.
+            document_tokens: how many of them come before the first question, for lists; `None` for those that `prefill`
+                of a store has read.
             title: of the conversation, for lists.
             details: of the conversation, see `prefill`.
             replaces: id of the same conversation as it was kept before, so that lists do not have both: a turn that was
@@ -233,12 +235,17 @@ class PrefixStore(StoredPrompts):
                 cache cannot keep its share.
             PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
+        agreement = _agreement_for(cache)
+        # That of the first of the processes that share the cache.
+        seed, *_ = agreement.numbers(lambda: None, lambda _: secrets.randbits(62))[1]
 
         def keep_share() -> str:
-            conversation = Prompt.conversation(model, token_ids, cache, self._identity, document_tokens, title, details)
+            conversation = Prompt.conversation(
+                model, token_ids, cache, self._identity, document_tokens, title, details, seed
+            )
             return keep_conversation(self._folder, conversation, replaces)
 
-        return _agreement_for(cache).together(keep_share)
+        return agreement.together(keep_share)
 
     def resume(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> None:
         """
@@ -273,7 +280,8 @@ class PrefixStore(StoredPrompts):
             empty(cache)
             raise
         forget_images(model)
-        cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
+        cache.note_tokens(torch.from_numpy(stored.token_ids[: len(keys)])[None])
+        contents_of(cache).note_keys(digest, keys)
 
     def verify(self) -> list[str]:
         """

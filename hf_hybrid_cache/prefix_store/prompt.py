@@ -7,7 +7,6 @@ What cannot be kept raises `PrefixStoreError`.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..model_identity import Identity, ModelIdentityError, identity_of, longest_
 from ..prompt_reading import layer_that_begins_anew
 from ..token_ids import TokenIds, as_token_ids
 from .errors import PrefixStoreError
-from .keys import keys_as_they_came
+from .keys import num_read_tokens, random_keys
 from .passes import Passes
 from .stored_prompts import Description
 
@@ -34,9 +33,10 @@ class Prompt:
 
     Attributes:
         token_ids: `[1, tokens]`, all of them.
-        passes: in which it is read; of a conversation those of its document.
+        passes: in which a prompt is read.
         identity: of the model and the form of the cache.
-        keys: of the tokens that are read, or that the cache holds, `[tokens]`.
+        keys: of the tokens that are read, or that the cache holds, `[tokens]`; those of a conversation that the store
+            has not read are random.
         description: for lists, see `Description`.
     """
 
@@ -87,26 +87,32 @@ class Prompt:
         token_ids: TokenIds,
         cache: HybridCache,
         name: str | None,
-        document_tokens: int,
+        document_tokens: int | None,
         title: str,
         details: Mapping[str, Any] | None,
+        seed: int,
     ) -> "Prompt":
-        """Check all arguments of `PrefixStore.keep`."""
+        """Check all arguments of `PrefixStore.keep`; the seed is that of the random keys."""
         identity = identity_for(model, cache, name)
+        contents = contents_of(cache)
+        contents.require_whole()
         cache.require_prefix(all_ids := as_token_ids("token_ids", token_ids).cpu())
         require_text(model, all_ids)
         held = cache.get_seq_length()
         _require_short_enough(model, held)
-        if len(all_ids) != 1 or not 0 < document_tokens <= held <= all_ids.shape[1]:
+        known = contents.keys(identity.digest)
+        document = num_read_tokens(known) if document_tokens is None else document_tokens
+        if len(all_ids) != 1 or not 0 <= document <= held <= all_ids.shape[1] or not held:
             raise PrefixStoreError(
                 f"The cache holds {held:,} tokens of a conversation of {list(all_ids.shape)}, whose document has "
-                f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
+                f"{document:,}: the document comes first, and the cache holds some of the conversation, and no more."
             )
-        passes, tokens = Passes(document_tokens, document_tokens), all_ids[0]
-        keys = np.concatenate([passes.keys(tokens), keys_as_they_came(tokens[document_tokens:held])])
-        rest = tuple(tokens[held:].tolist())
-        description = Description(identity, _name_of(model), title, details or {}, document_tokens, rest)
-        return cls(model, all_ids, cache, passes, identity, keys, description.to_json())
+        # The last one is random in any case: where the cache was cropped, it does not end as that of a prompt.
+        known = known[: held - 1]
+        keys = np.concatenate([known, random_keys(held - len(known), seed)])
+        rest = tuple(all_ids[0, num_read_tokens(keys) :].tolist())
+        description = Description(identity, _name_of(model), title, details or {}, document, rest)
+        return cls(model, all_ids, cache, Passes(held, document), identity, keys, description.to_json())
 
     @property
     def contents(self) -> Contents:
@@ -137,14 +143,6 @@ def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -
             f"{type(model).__name__} chooses the tokens that it attends to by products over all of them at once, whose "
             "last bits depend on how many there are, so states would not be those of a cold read. Pass the prompt to "
             "generate without a store."
-        )
-    # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as a call.
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    of_call = [each for each in hooks if isinstance(each, partial) and str(each.func.__module__).startswith("peft.")]
-    if names := sorted({name for hook in of_call for name in hook.keywords}):
-        raise PrefixStoreError(
-            f"A store keeps states by the active adapters, and cannot with {', '.join(names)}, which PEFT hands to its "
-            "layers in this call. Leave that out, or the store."
         )
     if layer := layer_that_begins_anew(model):
         raise PrefixStoreError(

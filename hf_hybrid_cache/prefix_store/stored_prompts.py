@@ -16,7 +16,7 @@ from ..scalars import as_count
 from .database import Node, way_to
 from .errors import NodeInUseError, PrefixStoreError
 from .folder import Entry, Folder
-from .keys import MOST_TOKEN_IDS, as_keys, token_ids_of
+from .keys import MOST_TOKEN_IDS, as_keys, num_read_tokens, token_ids_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Description:
 
     Attributes:
         document_tokens: of a conversation, those before the first question; 0 of a prompt.
-        rest: token ids of a conversation after those whose states are stored.
+        rest: token ids of a conversation after those that the store has read.
     """
 
     identity: Identity
@@ -152,14 +152,17 @@ class StoredPrompts:
 def _listed(last: Entry, way: Sequence[Node]) -> StoredPrompt:
     """Return a prompt by the way to its last node; `ValueError` if its description cannot be read."""
     described, keys = Description.from_json(last.description), as_keys(b"".join(node.keys for node in way))
-    token_ids = np.concatenate([token_ids_of(keys), np.array(described.rest, np.int64)])
+    num_read = num_read_tokens(keys)
+    if num_read + len(described.rest) < len(keys):
+        raise ValueError(f"{last.node.name} does not have the ids of all its tokens.")
+    token_ids = np.concatenate([token_ids_of(keys[:num_read]), np.array(described.rest, np.int64)])
     return StoredPrompt(
         last.node.name,
         described.identity,
         described.model_name,
         described.title,
         token_ids,
-        described.document_tokens or len(token_ids),
+        described.document_tokens if described.rest else len(token_ids),
         sum(node.file_bytes for node in way),
         last.last_use,
         described.details,

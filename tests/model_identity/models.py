@@ -19,8 +19,8 @@ def new_llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def identity(model: PreTrainedModel) -> Identity:
-    return identity_of(model, DynamicHybridCache(model.config))
+def identity(model: PreTrainedModel, name: str | None = None) -> Identity:
+    return identity_of(model, DynamicHybridCache(model.config), name)
 
 
 def differing(one: Identity, other: Identity) -> set[str]:

@@ -1,9 +1,10 @@
 """Everything that states depend on, each byte of each weight too, changes its field, and nothing else does."""
 
 import copy
-import importlib
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from hf_hybrid_cache import (
     quantize_weights,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text
-from hf_hybrid_cache.model_identity.modules import name_of_class
 from hf_hybrid_cache.model_identity.weights import tensor_digests
 
 from common.channel_scaled import channel_scaled
@@ -111,14 +112,41 @@ def test_autocast_counts_as_a_dtype():
     assert identity(model) == before
 
 
-def test_code_of_others_counts_and_not_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    names = []
-    for number, source in enumerate(("class Attention: ...", "class Attention: ...", "class Attention: 'Other'")):
-        (tmp_path / f"identity_code_{number}.py").write_text(source)
-        names.append(name_of_class(importlib.import_module(f"identity_code_{number}").Attention))
-    assert names[0] == names[1] != names[2]
-    assert name_of_class(nn.Linear) == "Linear"
+# Switches of the whole process: what sets them, to what, and to what they are set otherwise.
+SWITCHES: list[tuple[Callable[[Any], object], Any, Any]] = [
+    (torch.set_float32_matmul_precision, "medium", "highest"),
+    (torch.set_default_dtype, torch.float64, torch.float32),
+    (torch.set_num_threads, 3, torch.get_num_threads()),
+    (torch.use_deterministic_algorithms, True, False),
+    (torch.backends.cuda.enable_flash_sdp, False, True),
+    (torch.backends.cuda.enable_math_sdp, False, True),
+    (partial(setattr, torch.backends.cuda.matmul, "allow_tf32"), True, False),
+    (partial(setattr, torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"), False, True),
+    (partial(setattr, torch.backends.cudnn, "allow_tf32"), False, True),
+    (partial(setattr, torch.backends.cudnn, "benchmark"), True, False),
+    (lambda enabled: torch.backends.mkldnn.set_flags(enabled), False, True),
+    (partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "none"),
+    (set_integer_kernels, False, None),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")
+@pytest.mark.parametrize(("switch", "to", "back"), SWITCHES)
+def test_identity_when_a_switch_of_the_process_is_set_then_differs(switch: Callable, to: Any, back: Any):
+    model = new_llama()
+    before = identity(model)
+    try:
+        switch(to)
+        assert differing(identity(model), before)
+    finally:
+        switch(back)
+
+
+def test_identity_on_another_thread_or_without_gradients_is_the_same():
+    model = new_llama()
+    before = identity(model)
+    with torch.no_grad(), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(identity, model).result() == identity(model) == before
 
 
 # --- caches
@@ -285,11 +313,11 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "lm_head.weight is a Coded": lambda model: model.lm_head._parameters.update(weight=Coded(up(model).detach())),
     "torch.sparse_coo": lambda model: setattr(model.lm_head, "weight", nn.Parameter(up(model).detach().to_sparse())),
     "lm_head._extra_state is no parameter": lambda model: setattr(model, "lm_head", Packed(64, 128, False).eval()),
-    "accelerate": lambda model: cpu_offload(model, torch.device("cpu")),
+    "on meta, as with accelerate": lambda model: cpu_offload(model, torch.device("cpu")),
 }
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_a_model_whose_states_cannot_be_told_is_refused(told: str):
+def test_a_model_whose_states_cannot_be_told_is_refused_by_any_name(told: str):
     with pytest.raises(ModelIdentityError, match=told):
-        identity(changed(new_llama(), REFUSED[told]))
+        identity(changed(new_llama(), REFUSED[told]), "a name")

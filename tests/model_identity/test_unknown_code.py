@@ -6,137 +6,130 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
-from torch.nn.utils import prune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
 
-from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError
-from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of
+from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError, fuse_decode
+from hf_hybrid_cache.model_identity import ModelIdentityError
 
-from model_identity.models import differing, identity, new_llama
+from model_identity.models import adapted, differing, identity, new_llama
 from models.tiny_models import random_prompt
 
+STRENGTH = 2.0
+BY_NAME = {"strength": 2.0}
+# Where a program keeps what an identity does not see.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "a private tensor": lambda module: module._tensor,
+    "a private number": lambda module: module._number.real,
+    "a set": lambda module: sum(module.set),
+    "an array": lambda module: float(module.array[0]),
+    "an attribute of the class": lambda module: module.of_class,
+    "a global number": lambda _: STRENGTH,
+    "a global dict": lambda _: BY_NAME["strength"],
+    "a function of another file": lambda _: random_prompt(1, 1)[0, 0],
+}
 
-class Steering:
-    """Change what a module returns, in the ways that programs do it."""
 
-    def __init__(self, strength: float):
-        self.strength = strength
+class Steering(nn.Module):
+    """Change what a module returns."""
 
-    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
-        return output + self.strength
+    of_class = torch.ones(1)
+
+    def __init__(self, module: nn.Module, way: str):
+        super().__init__()
+        self.module, self.way = module, way
+        self._tensor, self._number, self.set, self.array = torch.ones(1), complex(2), {2.0}, np.ones(1)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return states * self.strength
+        return self.module(states) * WAYS[self.way](self)
 
 
-class Doubling(ModelHook):
-    def post_forward(self, module: Any, output: Any) -> Any:
-        return output * 2
+@pytest.mark.parametrize("way", WAYS)
+def test_prompt_when_a_module_is_of_the_users_own_file_then_is_not_kept_without_a_name(way: str, tmp_path: Path):
+    model: Any = new_llama()
+    model.model.layers[0].mlp = Steering(model.model.layers[0].mlp, way).eval()
+    with pytest.raises(
+        PrefixStoreError, match=r"model\.layers\.0\.mlp is a .*\.Steering.*PrefixStore\(path, identity="
+    ):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
+    assert PrefixStore(tmp_path).prompts() == []
+
+
+def steer(*values: Any) -> Any:
+    return values[-1]
 
 
 def mlp(model: Any) -> Any:
     return model.model.layers[0].mlp
 
 
-Change = Callable[[Any, pytest.MonkeyPatch], Any]
-
-
-def hooked(hook: Any) -> Change:
-    return lambda model, _: mlp(model).register_forward_hook(hook)
-
-
-def having(name: str, value: Any) -> Change:
-    return lambda model, _: setattr(mlp(model), name, value)
-
-
-def patched(owner: Any, name: str) -> Change:
-    return lambda _, monkeypatch: monkeypatch.setattr(owner, name, lambda *args: args[0])
+def having(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda model: setattr(mlp(model), name, value)
 
 
 # What is told, and how a program does it.
-CHANGES: list[tuple[str, Change]] = [
-    (r"forward hook of model\.layers\.0\.mlp \(<lambda>", hooked(lambda module, inputs, output: output + 2.0)),
-    ("forward hook .*an object of Steering", hooked(Steering(2.0))),
-    ("forward hook .*lambda", hooked(torch.no_grad()(lambda module, inputs, output: output + 2.0))),
-    ("forward hook .*lambda", lambda model, _: mlp(model).register_forward_pre_hook(lambda module, inputs: inputs)),
-    ("forward hook of all", lambda _, monkeypatch: monkeypatch.setitem(_global_forward_hooks, 0, Steering(2.0))),
-    (r"forward of model\.layers\.0\.mlp .*lambda", having("forward", types.MethodType(lambda self, states: states, 0))),
-    (r"forward of model\.layers\.0\.mlp", having("forward", Steering(2.0).forward)),
-    (r"forward of model\.layers\.0\.mlp", having("forward", torch.compile(Steering(2.0).forward))),
-    ("steps of .*an object of Steering", having("steps", [functools.partial(Steering(2.0))])),
-    ("_steering of .*an object of Steering", having("_steering", Steering(2.0))),
-    ("hidden of .* Linear is no part", having("hidden", [nn.Linear(2, 2).eval()])),
-    (r"LlamaMLP\.forward", patched(modeling_llama.LlamaMLP, "forward")),
-    (r"modeling_llama\.repeat_kv", patched(modeling_llama, "repeat_kv")),
-    (
-        "attention 'sdpa'",
-        lambda _, monkeypatch: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args: args),
-    ),
-    (
-        "_hf_hook of .*Doubling",
-        lambda model, _: add_hook_to_module(mlp(model), SequentialHook(ModelHook(), Doubling())),
-    ),
+CHANGES: list[tuple[str, Callable[[Any], object]]] = [
+    (r"model\.layers\.0\.mlp has a forward hook", lambda model: mlp(model).register_forward_hook(steer)),
+    ("lm_head has a forward hook", lambda model: model.lm_head.register_forward_pre_hook(torch.no_grad()(steer))),
+    (r"model\.layers\.0\.mlp has a forward of its own", having("forward", types.MethodType(steer, 0))),
+    ("has a forward of its own", lambda model: add_hook_to_module(mlp(model), AlignDevicesHook("cpu"))),
+    ("has a _compiled_call_impl of its own", lambda model: mlp(model).compile()),
+    (r"steps of model\.layers\.0\.mlp is of model_identity", having("steps", functools.partial(steer))),
+    (r"q_proj is a peft\.", lambda model: adapted().base_model.model),
+    ("the model is a transformers_modules", lambda model: setattr(model, "__class__", remote(type(model)))),
 ]
 
 
-@pytest.mark.parametrize(("told", "change"), CHANGES, ids=lambda each: each if isinstance(each, str) else "")
-def test_a_model_that_runs_code_of_others_needs_a_name(told: str, change: Change, monkeypatch: pytest.MonkeyPatch):
-    model = new_llama()
-    cache = DynamicHybridCache(model.config)
-    change(model, monkeypatch)
-    with pytest.raises(ModelIdentityError, match=told) as raised:
-        identity_of(model, cache)
-    assert 'PrefixStore(path, identity="steering 2.0")' in str(raised.value)
-    one, other = identity_of(model, cache, "steering 2.0"), identity_of(model, cache, "steering 3.0")
-    assert differing(one, other) == {"identity"}
+def remote(kind: type) -> type:
+    """A class as transformers makes it of the code that comes with weights (`trust_remote_code`)."""
+    return type(kind.__name__, (kind,), {"__module__": "transformers_modules.somebody.modeling_llama"})
 
 
-def test_a_model_on_which_libraries_have_hung_hooks_needs_no_name():
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("told", "change"), CHANGES)
+def test_model_when_it_runs_code_of_others_then_needs_a_name(told: str, change: Callable[[Any], object]):
     model: Any = new_llama()
-    add_hook_to_module(mlp(model), AlignDevicesHook("cpu", io_same_device=True))
-    before = identity(model)
-    with torch.no_grad():
-        model(random_prompt(1, 9), output_hidden_states=True, output_attentions=True)
-    assert model.model.layers[0]._forward_hooks
-    assert identity(model) == before
-    model.enable_input_require_grads()
-    prune.l1_unstructured(model.lm_head, "weight", 0.5)
-    identity(model)
-
-
-def test_a_model_needs_no_name_where_another_of_its_class_was_compiled(monkeypatch: pytest.MonkeyPatch):
-    """torch.compile leaves functions of such a name in the file of the class."""
-    model = new_llama()
-    before = identity(model)
-    monkeypatch.setattr(modeling_llama, "__compiled_fn_1_of_another", lambda *inputs: inputs, raising=False)
-    assert identity(model) == before
-
-
-def test_a_class_without_a_source_needs_a_name():
-    model = new_llama()
-    head = type("Head", (nn.Linear,), {"__module__": "a_notebook"})
-    model.lm_head = head(64, 128, bias=False).eval()
-    with pytest.raises(ModelIdentityError, match="class of a_notebook, which has no file of source"):
+    found = change(model)
+    model = found.eval() if isinstance(found, type(model)) else model
+    with pytest.raises(ModelIdentityError, match=told):
         identity(model)
-    assert identity_of(model, DynamicHybridCache(model.config), "head").fields["identity"] == "head"
+    assert differing(identity(model, "steering 2.0"), identity(model, "steering 3.0")) == {"identity"}
 
 
-def test_a_named_store_uses_states_of_that_name_alone(tmp_path: Path):
+def test_model_when_all_models_run_code_of_others_then_needs_a_name(monkeypatch: pytest.MonkeyPatch):
+    model = new_llama()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", steer)
+    with pytest.raises(ModelIdentityError, match="the attention 'sdpa' of model_identity"):
+        identity(model)
+    monkeypatch.setitem(_global_forward_hooks, 0, steer)
+    with pytest.raises(ModelIdentityError, match="all modules have a forward hook"):
+        identity(model)
+
+
+def test_model_when_only_this_package_and_transformers_changed_it_then_needs_no_name():
+    model: Any = new_llama()
+    before = identity(model)
+    with torch.no_grad(), fuse_decode(model):
+        model(random_prompt(1, 9), output_hidden_states=True, output_attentions=True)
+        assert model.model.layers[0]._forward_hooks
+        assert identity(model) == before
+
+
+def test_store_when_named_then_uses_states_of_that_name_alone(tmp_path: Path):
     model, prompt = new_llama(), random_prompt(1, 300)
-    mlp(model).register_forward_hook(Steering(2.0))
+    mlp(model).register_forward_hook(steer)
 
     def found(name: str | None) -> int:
         store = PrefixStore(tmp_path, identity=name)
         return store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens
 
     assert [found(name) for name in ("one", "one", "two", "one")] == [0, 299, 0, 299]
-    with pytest.raises(PrefixStoreError, match="Steering"):
+    with pytest.raises(PrefixStoreError, match="forward hook"):
         found(None)
     told = PrefixStore(tmp_path, identity="three").why(model, prompt, DynamicHybridCache(model.config))
     assert "identity: one there, three here" in told

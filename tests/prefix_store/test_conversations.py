@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_hybrid_cache.prefix_store import PrefixStoreError
 
-from .prompts import FORMS, Talk, hits
+from .prompts import FORMS, Talk
 from .test_families import model_of, tokens
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -61,14 +60,6 @@ def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_answers_when_a_prompt_has_them_then_are_read_again(form: str, tmp_path: Path):
-    talk = Talk(tmp_path / "store", LLAMA, FORMS[form], DOCUMENT)
-    talk.tokens = talk.said(200)
-    talk.keep()
-    assert hits(tmp_path, talk.model, FORMS[form], talk.tokens, document=talk.length) == [talk.length]
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_path: Path):
     talk = Talk(tmp_path, LLAMA, FORMS[form], DOCUMENT)
     first = talk.tokens = talk.said(90)
@@ -85,13 +76,12 @@ def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_pa
 
 
 @pytest.mark.parametrize("form", ["full", "quantized"])
-def test_conversation_when_kept_twice_at_a_border_then_is_one(form: str, tmp_path: Path):
+def test_conversation_when_kept_in_its_own_place_at_a_border_then_is_one(form: str, tmp_path: Path):
     talk = Talk(tmp_path, LLAMA, FORMS[form], DOCUMENT)
     talk.tokens = talk.said(64 * 12 + 1 - talk.length - talk.new_tokens)
     assert talk.cache.get_seq_length() % 64 == 0
-    ids = [talk.keep() for _ in range(2)]
-    (stored,) = talk.store.prompts()
-    assert ids == [stored.id] * 2
+    own_id = talk.keep(replaces=talk.keep())
+    assert [stored.id for stored in talk.store.prompts()] == [own_id]
 
 
 def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
@@ -104,13 +94,3 @@ def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
     assert num_bytes(tmp_path) == 0
     with pytest.raises(PrefixStoreError, match="cannot be gone on with"):
         talk.store.resume(talk.model, stored, FORMS["full"](talk.model.config))
-
-
-@pytest.mark.parametrize("length", [90, 600])
-def test_document_when_its_last_pass_is_short_then_no_prompt_finds_it(length: int, tmp_path: Path):
-    talk = Talk(tmp_path / "store", LLAMA, FORMS["full"], DOCUMENT[:, :length])
-    talk.tokens = talk.said(30)
-    talk.keep()
-    (stored,) = (each for each in talk.store.prompts() if each.is_conversation)
-    assert stored.document_tokens == length
-    hits(tmp_path, talk.model, FORMS["full"], torch.cat([DOCUMENT[:, :length], random_prompt(1, 300, 2)], dim=1))

@@ -112,31 +112,33 @@ of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarni
 
 
 @of_peft
-@pytest.mark.parametrize("make", [model_of_images, adapted])
-def test_text_for_a_model_of_images_or_with_an_adapter_is_kept(make: Callable[[], Any], tmp_path: Path):
+@pytest.mark.parametrize(("make", "name"), [(model_of_images, None), (adapted, "lora")])
+def test_text_for_a_model_of_images_or_with_an_adapter_is_kept(
+    make: Callable[[], Any], name: str | None, tmp_path: Path
+):
     model, ids, found = make(), random_prompt(1, 200) % 100 + 5, []
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
     if make is model_of_images:
         inputs["mm_token_type_ids"] = torch.zeros_like(ids, dtype=torch.int)
     for _ in range(2):
-        ours = model.generate(**inputs, custom_generate=PrefixStore(tmp_path), progress=found.append)
+        ours = model.generate(**inputs, custom_generate=PrefixStore(tmp_path, identity=name), progress=found.append)
         assert torch.equal(ours, model.generate(**inputs))
     assert found == [0, 199, 199]
 
 
 @of_peft
-def test_states_are_not_kept_while_a_call_chooses_adapters(tmp_path: Path):
-    wrapper, ids, store = adapted(), random_prompt(1, 200), PrefixStore(tmp_path)
+def test_states_when_a_call_chooses_adapters_then_are_found_by_such_calls_alone(tmp_path: Path):
+    wrapper, ids, store = adapted(), random_prompt(1, 200), PrefixStore(tmp_path, identity="lora")
     model = wrapper.get_base_model()
-    cache = DynamicHybridCache(model.config)
+
+    def found() -> int:
+        return store.prefill(model, ids, DynamicHybridCache(model.config), progress=False).num_tokens
+
     of_call = partial(wrapper._enable_peft_forward_hooks, adapter_names=["__base__"])
-    refused = partial(pytest.raises, PrefixStoreError, match="cannot with adapter_names")
-    with of_call(), refused():
-        store.prefill(model, ids, cache, progress=False)
-    assert store.prefill(model, ids, cache, progress=False).num_tokens == 0
-    with of_call(), refused():
-        store.keep(model, ids, cache, document_tokens=100)
-    assert len(store.keep(model, ids, cache, document_tokens=100)) == 32
+    assert found() == 0
+    with of_call():
+        assert [found(), found()] == [0, 199]
+    assert found() == 199
 
 
 def test_cache_when_its_call_was_refused_then_can_be_used(tmp_path: Path):

@@ -16,7 +16,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from .prompts import FORMS, alter_states, are_equal, hits, prompts, read
 from common.caches import group_of_one
 from common.modes import ListStreamer
-from model_identity.models import adapted, new_llama
+from model_identity.models import new_llama
 from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import random_prompt, tiny_model
 
@@ -55,8 +55,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "": partial(tiny_model, "llama"),
     "encoder": with_encoder,
     "images": model_of_images,
-    "adapter": adapted,
-    "adapter of a call": partial(adapted, alora_invocation_tokens=[9]),
 }
 
 
@@ -87,8 +85,6 @@ REFUSED: list[tuple[str, Call]] = [
     ("encoder", prefill(family="encoder")),
     ("reads its prompt in the encoder.*Leave out custom_generate", generate("encoder")),
     (r"images, sound or video \(image_token_id 120\)", generate("images", **prompt_with_picture())),
-    ("cannot with adapter_names", generate("adapter", adapter_names=["__base__"])),
-    ("cannot with alora_offsets", generate("adapter of a call")),
     ("without padding.* hides 3 of their", generate(attention_mask=(torch.arange(20) > 2).long()[None])),
     ("Leave out position_ids", generate(position_ids=torch.arange(1, 21)[None])),
     ("cannot with assistant_model or prompt_lookup", generate("", lambda model: {"assistant_model": model})),

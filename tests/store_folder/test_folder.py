@@ -257,7 +257,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (
         lambda path: execute(path / "prompts.sqlite", "PRAGMA user_version = 2"),
-        "is a prefix store of version 2, and this one is 3: give another folder",
+        "is a prefix store of version 2, and this one is 4: give another folder",
     ),
     (of_another_program, "has prompts.sqlite of another program: give another folder"),
     (of_the_format_before, "is a store of an earlier version, which this one does not read"),
