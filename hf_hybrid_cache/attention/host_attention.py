@@ -15,6 +15,7 @@ from ..kernels import (
     QuantizedBlocks,
     Shape,
     Strided,
+    WorkingMemory,
     Workspace,
     attend_many,
     compile_and_wait,
@@ -32,7 +33,16 @@ from ..storage import (
     kernel_element,
 )
 from .merging import PartialAttention
-from .queries import LastMask, MaskArrays, Queries, SeenTokens, causal_tokens, mask_arrays, seen_tokens
+from .queries import (
+    MadeOfMasks,
+    MaskArrays,
+    Queries,
+    SeenTokens,
+    causal_tokens,
+    is_array,
+    mask_arrays,
+    seen_ranges,
+)
 from .torch_attention import attend_in_pieces, attend_to_prompt
 
 # With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
@@ -85,14 +95,6 @@ class Blocks(NamedTuple):
     quantized: QuantizedBlocks | None = None
 
 
-class _Workspace(NamedTuple):
-    """A workspace of the kernel for few queries, and its results, `[batch, query_heads, query_length, ...]`."""
-
-    kernel: Workspace
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
 class HostAttention:
     """
     Attention to tokens in host memory, for all layers of a cache, with the memory that the kernels work in.
@@ -100,12 +102,22 @@ class HostAttention:
     Queries and results cross between a device and the host through page-locked memory.
     """
 
-    def __init__(self, stats: CacheStats, thread: KernelThread | None = None):
-        self.thread = thread or KernelThread()
+    def __init__(self, stats: CacheStats):
+        self._thread = KernelThread()
         self._stats = stats
-        self._masks, self._seen = LastMask(mask_arrays), LastMask(seen_tokens)
+        self._masks, self._ranges = MadeOfMasks(mask_arrays), MadeOfMasks(seen_ranges)
+        self.reset()
+
+    def reset(self) -> None:
+        """Give back the memory that the kernels work in."""
+        self._memory = WorkingMemory()
         # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
-        self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
+        self._workspaces: OrderedDict[Shape, Workspace] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that the kernels work in."""
+        return self._memory.num_bytes
 
     def attend(self, queries: Queries, store: Store) -> torch.Tensor:
         """Attend to all tokens of a store, which are in host memory; the output is like the queries."""
@@ -122,15 +134,14 @@ class HostAttention:
         self, queries: Queries, store: Store, first_of_chunk: int = 0, num_elsewhere: int = 0
     ) -> PartialAttention:
         """
-        Attend to a store in host memory on this thread; the result of few queries is valid until the next call.
+        Attend to a store in host memory on this thread.
 
         The mask of many queries hides tokens from `first_of_chunk` on. Few leave out `num_elsewhere` tokens, which are
         attended to elsewhere: the last ones, or the last ones that are quantized.
         """
         query = queries.states
         if query.shape[2] <= MAX_QUERIES and not queries.are_causal:
-            workspace = self._attend_few(queries, self._arrays_of(queries), blocks_of(store, num_elsewhere))
-            return PartialAttention(workspace.out, workspace.lse)
+            return self._attend_few(queries, self._arrays_of(queries), blocks_of(store, num_elsewhere))
         if query.is_cpu and has_kernel_for_many(store.shape):
             blocks = blocks_of(store)
             return self._attend_many(queries, self._seen_by(queries, blocks), blocks, torch.float32)
@@ -158,19 +169,19 @@ class HostAttention:
         attend = self._on_host(queries, store, num_elsewhere)
         others: list[Issued] = []
 
-        def run() -> _Workspace:
-            workspace = attend()
+        def run() -> PartialAttention:
+            result = attend()
             if on_end is not None:
                 on_end(any(each.is_done for each in others))
-            return workspace
+            return result
 
         def result() -> PartialAttention:
             if on_end is not None:
                 others.append(Issued(query.device))
-            workspace = future.result()
-            return PartialAttention(_on_device(workspace.out, query.device), _on_device(workspace.lse, query.device))
+            out, lse = future.result()
+            return PartialAttention(_on_device(out, query.device), _on_device(lse, query.device))
 
-        running.append(self.thread.submit(run))  # in one line, so that whatever comes next, it is waited for
+        running.append(self._thread.submit(run))  # in one line, so that whatever comes next, it is waited for
         future = running[-1]
         return result
 
@@ -183,68 +194,69 @@ class HostAttention:
         query = queries.states
         if query.shape[2] > MAX_QUERIES or queries.are_causal:
             return self._attend_many(queries, self._seen_by(queries, blocks), blocks, query.dtype).out
-        out = query.new_empty(*query.shape[:3], blocks.value_dim)
-        self._attend_few(queries, self._arrays_of(queries), blocks, out)
-        return out
+        return self._attend_in(queries, self._arrays_of(queries), blocks, query.dtype)[0]
 
-    def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], _Workspace]:
+    def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
         query = queries.states
         on_host = queries._replace(states=query.to("cpu", non_blocking=can_page_lock(query.device.type)))
         copied, arrays = Issued(query.device), self._arrays_of(queries)
 
-        def run() -> _Workspace:
+        def run() -> PartialAttention:
             copied.wait()
             return self._attend_few(on_host, arrays, blocks_of(store, num_elsewhere))
 
         return run
 
     def _arrays_of(self, queries: Queries) -> MaskArrays:
-        return (None, None) if queries.mask is None else self._masks.of(queries.mask)
+        mask = queries.mask
+        return (None, None) if mask is None else mask_arrays(mask) if is_array(mask) else self._masks.of(mask)
 
     def _seen_by(self, queries: Queries, blocks: Blocks) -> SeenTokens:
         if queries.are_causal:
             return causal_tokens(queries.states.shape[2], blocks.num_tokens)
         if queries.mask is None:
             return SeenTokens(np.array([[[[0, blocks.num_tokens]]]]))
-        return self._seen.of(queries.mask)
+        ranges, are_too_wide = self._ranges.of(queries.mask)
+        return SeenTokens(ranges, *self._arrays_of(queries)) if are_too_wide else SeenTokens(ranges)
 
-    def _attend_few(
-        self, queries: Queries, mask: MaskArrays, blocks: Blocks, out: torch.Tensor | None = None
-    ) -> _Workspace:
-        """Attend with at most `MAX_QUERIES` of a head on the CPU; the result is in the workspace, and in `out`."""
+    def _attend_few(self, queries: Queries, mask: MaskArrays, blocks: Blocks) -> PartialAttention:
+        """Attend with at most `MAX_QUERIES` of a head on the CPU."""
+        out, workspace = self._attend_in(queries, mask, blocks, torch.float32)
+        return PartialAttention(out, torch.tensor(workspace.lse))
+
+    def _attend_in(
+        self, queries: Queries, mask: MaskArrays, blocks: Blocks, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Workspace]:
+        """Do the same; the output has `dtype`, float32 or the query's, and the lse is in the workspace."""
         query, group, scale = queries.states, queries.group, queries.scale
         batch, query_heads, length, head_dim = query.shape
         workspace = self._workspace(Shape(batch, query_heads // group, group, length, head_dim, blocks.value_dim))
         visible, bias = mask
         query = _as_read(query)
-        target = out if out is not None and out.dtype == query.dtype else None
+        out = torch.empty(batch, query_heads, length, blocks.value_dim, dtype=_written(dtype))
         start = time.perf_counter()
-        workspace.kernel.attend(
+        workspace.attend(
             _strided(query),
+            _strided(out),
             blocks.keys,
             blocks.values,
             blocks.num_tokens,
             head_dim**-0.5 if scale is None else scale,
-            visible=visible,
-            bias=bias,
-            quantized=blocks.quantized,
-            out=None if target is None else _strided(target),
+            visible,
+            bias,
+            blocks.quantized,
         )
-        if out is not target:
-            assert out is not None
-            out.copy_(workspace.out)
         self._stats.kernel_seconds += time.perf_counter() - start
-        return workspace
+        return out.to(dtype), workspace
 
     def _attend_many(self, queries: Queries, seen: SeenTokens, blocks: Blocks, dtype: torch.dtype) -> PartialAttention:
         """Attend with any number of queries on the CPU; the output has `dtype`, float32 or the query's."""
         query, scale = queries.states, queries.scale
         batch, query_heads, length, head_dim = query.shape
         query = _as_read(query)
-        partial = dtype if dtype == torch.bfloat16 else torch.float32
         # In memory a token follows the other, as transformers wants it next.
-        out = torch.empty(batch, length, query_heads, blocks.value_dim, dtype=partial).transpose(1, 2)
+        out = torch.empty(batch, length, query_heads, blocks.value_dim, dtype=_written(dtype)).transpose(1, 2)
         lse = torch.empty(batch, query_heads, length)
         start = time.perf_counter()
         attend_many(
@@ -261,16 +273,14 @@ class HostAttention:
             seen.visible,
             seen.bias,
             blocks.quantized,
+            self._memory,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         return PartialAttention(out.to(dtype), lse)
 
-    def _workspace(self, shape: Shape) -> _Workspace:
+    def _workspace(self, shape: Shape) -> Workspace:
         if shape not in self._workspaces:
-            kernel = Workspace(shape)
-            with torch.inference_mode(False):
-                out, lse = torch.from_numpy(kernel.out), torch.from_numpy(kernel.lse)
-            self._workspaces[shape] = _Workspace(kernel, out, lse)
+            self._workspaces[shape] = Workspace(shape, self._memory)
             if len(self._workspaces) > _MAX_WORKSPACES:
                 self._workspaces.popitem(last=False)
         self._workspaces.move_to_end(shape)
@@ -305,6 +315,11 @@ def _as_read(query: torch.Tensor) -> torch.Tensor:
     """Return a query as the kernels read it: bfloat16 or float32, with contiguous rows."""
     query = query if query.dtype == torch.bfloat16 else query.float()
     return query if query.stride(3) == 1 else query.contiguous()
+
+
+def _written(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which the kernels write an output that is to have `dtype`."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def _strided(states: torch.Tensor) -> Strided:

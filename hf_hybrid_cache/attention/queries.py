@@ -1,14 +1,19 @@
 """The queries of an attention call, and their masks in the forms that kernels and torch take."""
 
+import weakref
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from ..storage import StorageUses
+
 Made = TypeVar("Made")
 # Which tokens are seen, and what is added to the scores; at least one is `None`.
 MaskArrays = tuple[np.ndarray | None, np.ndarray | None]
+# Of a forward pass: that of the prefix, and that of what follows it.
+_MOST_MASKS = 2
 
 
 class Queries(NamedTuple):
@@ -43,31 +48,49 @@ class Queries(NamedTuple):
         return self._replace(mask=columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1))
 
 
-class LastMask(Generic[Made]):
-    """Keeps what `make` has made of the last mask, because the layers of a model get the same mask in turn."""
+class MadeOfMasks(Generic[Made]):
+    """
+    Keeps what `make` makes of masks while these are there, because the layers of a model get the same ones in turn.
+
+    What would keep its mask is not kept: nothing was copied, and the memory of a mask may be large.
+    """
 
     def __init__(self, make: Callable[..., Made]):
         self._make = make
-        # Mask, key and object in one attribute: other threads never see a mixture.
-        self._last: tuple[torch.Tensor, object, Made] | None = None
+        self._made: dict[object, tuple[weakref.ref[torch.UntypedStorage], Made]] = {}
 
     def of(self, mask: torch.Tensor, *others: object) -> Made:
         """Return `make(mask, *others)`, made once for each mask and hashable `others`."""
         if mask.is_inference():  # nobody counts what is written to it
             return self._make(mask, *others)
-        # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
+        # Every layer gets a view of its own.
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, mask._version, others)
-        if self._last is None or self._last[1] != key:
-            self._last = mask, key, self._make(mask, *others)
-        return self._last[2]
+        if key in self._made:
+            return self._made[key][1]
+        uses = StorageUses(mask)
+        made = self._make(mask, *others)
+        if not uses.is_shared:
+            if len(self._made) >= _MOST_MASKS:
+                self._made = {}
+            self._made[key] = weakref.ref(mask.untyped_storage(), self._forget), made
+        return made
+
+    def _forget(self, mask: object) -> None:
+        self._made = {key: made for key, made in self._made.items() if made[0] is not mask}
+
+
+def is_array(mask: torch.Tensor) -> bool:
+    """Return whether `mask_arrays` copies nothing."""
+    return mask.is_cpu and mask.dtype in (torch.bool, torch.float32) and mask.stride(-1) == 1
 
 
 def mask_arrays(mask: torch.Tensor) -> MaskArrays:
-    """Return a mask as the kernel for few queries takes it."""
-    host = mask.detach().to("cpu")
-    if host.dtype == torch.bool:
-        return host.contiguous().view(torch.uint8).numpy(), None
-    return None, host.to(torch.float32).contiguous().numpy()
+    """Return a mask as the kernels take it."""
+    mask = mask.detach()
+    is_bool = mask.dtype == torch.bool
+    if not is_array(mask):
+        mask = mask.to("cpu", torch.bool if is_bool else torch.float32).contiguous()
+    return (mask.view(torch.uint8).numpy(), None) if is_bool else (None, mask.numpy())
 
 
 class SeenTokens(NamedTuple):
@@ -86,16 +109,16 @@ class SeenTokens(NamedTuple):
     bias: np.ndarray | None = None
 
 
-def seen_tokens(mask: torch.Tensor) -> SeenTokens:
-    """Return a mask as the kernel for many queries takes it."""
-    visible, bias = mask_arrays(mask)
+def seen_ranges(mask: torch.Tensor) -> tuple[np.ndarray, bool]:
+    """Return the ranges of a mask, see `SeenTokens`, and whether they are not all that it says."""
+    visible, _ = mask_arrays(mask)
     tokens = mask.shape[-1]
     if visible is None:
-        return SeenTokens(np.array([[[[0, tokens]]]]), bias=bias)
+        return np.array([[[[0, tokens]]]]), True
     first, last = visible.argmax(-1), tokens - visible[..., ::-1].argmax(-1)
     count = visible.sum(-1, dtype=np.int64)
     ranges = np.stack([first, np.where(count == 0, first, last)], axis=-1)
-    return SeenTokens(ranges, None if np.array_equal(count, ranges[..., 1] - first) else visible)
+    return ranges, not np.array_equal(count, ranges[..., 1] - first)
 
 
 def causal_tokens(query_length: int, tokens: int) -> SeenTokens:

@@ -24,7 +24,7 @@ from ..storage import (
 )
 from .host_attention import HostAttention, has_kernel_for_many
 from .merging import PartialAttention, merged, merged_out
-from .queries import LastMask, Queries, folded, folded_mask, unfolded
+from .queries import MadeOfMasks, Queries, folded, folded_mask, unfolded
 from .sharded_attention import attend_to_shards
 from .torch_attention import attend_to_states
 
@@ -49,15 +49,18 @@ class StoredAttention:
         self._is_asked_for = is_asked_for
         self.is_declined = self._has_attended = self._has_warned = False
         self._host = HostAttention(stats)
-        # It has its own workspaces, because its result is merged with that of the other one.
-        self._prefix_host = HostAttention(stats, self._host.thread)
-        self._prefix_masks, self._own_masks = LastMask(folded_mask), LastMask(_columns_of)
+        self._prefix_masks, self._own_masks = MadeOfMasks(folded_mask), MadeOfMasks(_columns_of)
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
         twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         twin._has_attended = self._has_attended
         return twin
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the host memory that attention works in."""
+        return self._host.num_bytes
 
     def covers(self, codec: KVCodec) -> bool:
         """Return whether there is a kernel on the CPU for blocks that are quantized like this."""
@@ -117,8 +120,8 @@ class StoredAttention:
             total = None
             for part in parts[:-1]:
                 total = merged(total, part())
-            if total is None:  # a copy, because the kernel's next call writes to its memory
-                return parts[0]().out.to(query.dtype, copy=True)
+            if total is None:
+                return parts[0]().out.to(query.dtype)
             return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
         finally:
             wait(running)
@@ -141,7 +144,7 @@ class StoredAttention:
             prefix: list[_Part] = [partial(attend_to_states, of_prefix, store.prefix.read)]
             tails: list[_Part] = [partial(attend_to_states, of_tails, store.tails.read)]
         else:
-            prefix = _parts_of(of_prefix, store.prefix, self._prefix_host, running)
+            prefix = _parts_of(of_prefix, store.prefix, self._host, running)
             tails = _parts_of(of_tails, store.tails, self._host, running) if store.tails.num_tokens else []
         *first, last = (partial(_unfolded, part, continuations) for part in prefix)
         return [*first, *tails[:-1], last, *tails[-1:]]
@@ -172,7 +175,8 @@ class StoredAttention:
         )
 
     def reset(self) -> None:
-        """Forget that something needed the states."""
+        """Forget that something needed the states, and give back the memory that attention works in."""
+        self._host.reset()
         self.is_declined = self._has_warned = self._has_attended = False
 
 

@@ -38,11 +38,13 @@ class MemoryReport:
         device_bytes: in the memory of accelerators.
         host_bytes: in host memory.
         num_tokens: tokens of each sequence.
+        working_bytes: in host memory, in which attention on the CPU works, one layer after the other.
     """
 
     device_bytes: int
     host_bytes: int
     num_tokens: int
+    working_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> float:
@@ -78,7 +80,7 @@ class Contents:
 
     def __init__(self, layers: list[Any], stores: LayerStores):
         self.layers, self.stores = layers, stores
-        self.checkpoints: dict[int, Checkpoint] = {}
+        self.checkpoints: dict[int, Checkpoint] = stores.checkpoints
         self._origin = _Origin(b"", np.zeros(0, np.uint32), 0)
         self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
         self.theirs = [layer for layer in layers if not isinstance(layer, HybridLayer)]
@@ -119,16 +121,22 @@ class Contents:
             layer.usable_store()
 
     @contextmanager
-    def changing(self, operation: str) -> Iterator[None]:
-        """Mark the cache as not whole if an operation on all layers is interrupted after it has changed some."""
-        before = self._versions()
+    def changing(self, operation: str) -> Iterator[dict[int, Checkpoint]]:
+        """
+        Mark the cache as not whole if an operation on all layers is interrupted after it has changed some.
+
+        Yield the checkpoints, which the operation lets follow: a layer that changes alone drops them.
+        """
+        before, checkpoints = self._versions(), dict(self.checkpoints)
         try:
-            yield
+            yield checkpoints
         except BaseException:
             # Layers of transformers' own do not tell whether they have changed.
             if self.theirs or self._versions() != before:
                 self.stores.unfinished = operation
             raise
+        finally:
+            self.checkpoints.update(checkpoints)
 
     def _versions(self) -> list[int | None]:
         return [None if layer.store is None else layer.store.version for layer in self.ours]
@@ -140,7 +148,7 @@ class Contents:
         kept = ((each.device, each.nbytes) for kept in tuple(self.checkpoints.values()) for each in kept.tensors())
         for device, num_bytes in (*self._buffers(self.layers), *kept):
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
-        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens)
+        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens, self.stores.attention.num_bytes)
 
     def require_room_for_copies(self, number: int, purpose: str, are_shared: bool = False) -> None:
         """

@@ -385,7 +385,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
 
         That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
         layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
-        follow a change of sequences, are dropped by `reset` and by going back beyond them, and are not kept in files.
+        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by an
+        edit of one of their tokens, and are not kept in files.
 
         Raises:
             ValueError: nothing is stored, or several processes keep shares of quantized layers.
@@ -413,6 +414,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """The lengths at which there are checkpoints, in order."""
+        for layer in self._contents.ours:
+            layer.take_edits()
         return tuple(sorted(self._contents.checkpoints))
 
     def drop_checkpoint(self, num_tokens: int) -> None:
@@ -513,23 +516,17 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
                     "cache.checkpoint() keeps these states at a length, cache.go_back(n) goes to the last checkpoint "
                     "at or before n, and cache.reset() forgets all."
                 )
-            self._drop_checkpoints_after(left)
+            self._stores.drop_checkpoints(after=left)
         super().crop(tokens_to_remove)
         self._prompts.keep_stored()
 
     def _put_back(self, length: int) -> None:
         """Make all layers what they were when the checkpoint of this length was taken."""
-        self._drop_checkpoints_after(length)
+        self._stores.drop_checkpoints(after=length)
         with self._contents.changing("crop"), torch.inference_mode(False):
             self._contents.checkpoints[length].put_back(self.layers)
         self._passes.note_put_back()
         self._prompts.keep_stored()
-
-    def _drop_checkpoints_after(self, length: int) -> None:
-        """Drop the checkpoints of longer lengths, after which other tokens may come."""
-        for each in self.checkpoints:
-            if each > length:
-                self.drop_checkpoint(each)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """
@@ -570,13 +567,13 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         if repeats > 1:
             copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
             self._contents.require_room_for_copies(repeats, copied, are_shared=True)
-        with self._contents.changing("batch_repeat_interleave"):
+        with self._contents.changing("batch_repeat_interleave") as checkpoints:
             for layer in self._contents.ours:
                 layer.batch_repeat_interleave(repeats)
             for layer in self._contents.theirs:
                 if (number := num_sequences_of(layer)) is not None:
                     layer.reorder_cache(torch.arange(number).repeat_interleave(repeats))
-            self._change_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+            self._change_rows(checkpoints, lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def _sequences(self) -> torch.Tensor | None:
         """Return the indices of the sequences of a cache that is whole; `None` if none are stored."""
@@ -585,13 +582,15 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         return None if held is None else torch.arange(held)
 
     def _reorder(self, operation: str, indices: torch.Tensor) -> None:
-        with self._contents.changing(operation):
+        with self._contents.changing(operation) as checkpoints:
             super().reorder_cache(indices)  # type: ignore[arg-type]
-            self._change_rows(lambda rows: rows[indices.cpu()])
+            self._change_rows(checkpoints, lambda rows: rows[indices.cpu()])
 
-    def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _change_rows(
+        self, checkpoints: Mapping[int, Checkpoint], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Let checkpoints and known tokens follow a change of sequences, of which `change` makes rows."""
-        for checkpoint in self._contents.checkpoints.values():
+        for checkpoint in checkpoints.values():
             checkpoint.sequences = change(checkpoint.sequences)
         self._prompts.change_rows(change)
 
@@ -610,7 +609,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
 
     def reset(self) -> None:
         """Forget all tokens and checkpoints and give their memory back; the cache can be used again."""
-        self._contents.checkpoints.clear()  # first: after an interruption other tokens may come
+        self._stores.drop_checkpoints()  # first: after an interruption other tokens may come
         super().reset()
         for layer in self.layers:
             forget_states_of(layer)

@@ -116,7 +116,7 @@ class HybridLayer(CacheLayerMixin):
         Replace the stored states.
 
         In a quantized layer the tokens before the first one that differs keep their codes; the others are quantized
-        again as new tokens are.
+        again as new tokens are. Checkpoints of longer lengths than the first of these are dropped.
 
         Args:
             keys: `[batch, num_kv_heads, tokens, head_dim]`.
@@ -142,10 +142,11 @@ class HybridLayer(CacheLayerMixin):
         old, shape = self.usable_store(), KVShape.of(keys, values)
         held = None if old is None or old.shape != shape else old.read()
         first = 0 if held is None else _first_difference(held, (keys, values))
+        if old is not None and held is not None and first == old.num_tokens == keys.shape[2]:
+            return
+        self._stores.drop_checkpoints(after=first)
         if old is None or held is None or (isinstance(old, SharedPrefix) and first < old.least_tokens):
             self.start(shape, lambda new: new.add(keys, values))
-            return
-        if first == old.num_tokens == keys.shape[2]:
             return
         try:
             self._truncate(old, first)
@@ -313,7 +314,9 @@ class HybridLayer(CacheLayerMixin):
         store = self.usable_store()
         if store is not None:
             self._lent = None
-            self._truncate(store, max(0, store.num_tokens + tokens_to_remove))
+            left = max(0, store.num_tokens + tokens_to_remove)
+            self._stores.drop_checkpoints(after=left)
+            self._truncate(store, left)
 
     def recent_states(self) -> RecentStates | None:
         """Copy the states that later tokens would quantize; `None` if the layer is not quantized, or empty."""
@@ -350,6 +353,7 @@ class HybridLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
         self._lent = None
+        self._stores.drop_checkpoints()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -360,6 +364,7 @@ class HybridLayer(CacheLayerMixin):
         store = self.usable_store()
         self._lent = None
         if store is not None and store.num_tokens > 0:
+            self._stores.drop_checkpoints()
             store.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -369,6 +374,7 @@ class HybridLayer(CacheLayerMixin):
             return
         if repeats > 1 and isinstance(store, Store) and self.shares_copies:
             self._lent = None
+            self._stores.drop_checkpoints()
             self._store = SharedPrefix.continuing(store, self.make_tails(repeats * store.shape.batch))
         else:
             self.reorder_cache(torch.arange(store.shape.batch).repeat_interleave(repeats))

@@ -88,6 +88,7 @@ class LayerStores:
     Attributes:
         unfinished: the operation on all layers that ended half-way.
         thread: that began the last forward pass.
+        checkpoints: of the cache, by the lengths that it can go back to.
         recently_lent: layers that callers have read from, or assigned to.
         num_edits: how often states were set, or became others of another type or place.
         implementation: the model's implementation of attention in the last forward pass.
@@ -131,6 +132,7 @@ class LayerStores:
         self.num_edits = 0
         self._resident = placement.resident_ordinals(num_layers)
         self.thread: int | None = None
+        self.checkpoints: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, whose layers have lent nothing, and note when they wait."""
@@ -161,6 +163,12 @@ class LayerStores:
     def asked_codecs(self) -> dict[int, KVCodec]:
         """The codecs of quantized layers as they were asked for, whatever is chosen by now."""
         return {index: choice.asked_for for index, choice in self._choices.items()}
+
+    def drop_checkpoints(self, after: int = 0) -> None:
+        """Drop the checkpoints of longer lengths, because a layer is about to hold other tokens from there on."""
+        for length in tuple(self.checkpoints):
+            if length > after:
+                self.checkpoints.pop(length, None)
 
     def place_of(self, layer_idx: int, ordinal: int, shape: KVShape) -> "Place":
         """

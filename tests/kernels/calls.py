@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid_cache.attention.queries import causal_tokens, seen_tokens
+from hf_hybrid_cache.attention.queries import causal_tokens, seen_ranges
 from hf_hybrid_cache.kernels import (
     BLOCK,
     PackedLayout,
     QuantizedBlocks,
     Shape,
     Strided,
+    WorkingMemory,
     Workspace,
     attend_many,
     value_width,
@@ -124,9 +125,9 @@ def run(
         set_integer_kernels(None)
 
 
-def workspace_of(case: Case) -> Workspace:
+def workspace_of(case: Case, memory: WorkingMemory | None = None) -> Workspace:
     batch, _, length, key_dim = case.query.shape
-    return Workspace(Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3]))
+    return Workspace(Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3]), memory)
 
 
 def attend_in(workspace: Workspace, case: Case, stored: Stored, scale: float = 0.125, **masks: Any) -> np.ndarray:
@@ -138,27 +139,33 @@ def attend_to(workspace: Workspace, query: np.ndarray, *arguments: Any, **option
     """
     Attend with `query`, `[batch, query_heads, query_length, key_dim]`, which is given in bfloat16 if it fits that.
 
-    Heads of a token follow each other in memory, as those of a model do. The output is that in the workspace; what is
-    written elsewhere must be the same, rounded.
+    Heads of a token follow each other in memory, as those of a model do. What is written in the type of the query must
+    be the same, rounded.
     """
     given = torch.from_numpy(query.astype(np.float32)).transpose(1, 2).contiguous().transpose(1, 2)
     if torch.equal(given, given.bfloat16().float()):
         given = given.bfloat16()
-    workspace.attend(_strided(given), *arguments, **options)
-    written = torch.empty(*given.shape[:3], workspace.shape.value_dim, dtype=given.dtype)
-    workspace.attend(_strided(given), *arguments, **options, out=_strided(written))
-    expected = torch.from_numpy(workspace.out).to(written.dtype)
-    torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
-    return workspace.out.copy()
+    out, rounded = (
+        torch.empty(*given.shape[:3], workspace.shape.value_dim, dtype=dtype) for dtype in (torch.float32, given.dtype)
+    )
+    for written in (out, rounded):
+        workspace.attend(strided(given), strided(written), *arguments, **options)
+    torch.testing.assert_close(rounded, out.to(rounded.dtype), rtol=0, atol=0, equal_nan=True)
+    return out.numpy()
 
 
-def _strided(states: torch.Tensor) -> Strided:
+def strided(states: torch.Tensor) -> Strided:
     sequence, head, token = (stride * states.element_size() for stride in states.stride()[:3])
     return Strided(states.data_ptr(), sequence, head, token, states.dtype == torch.bfloat16)
 
 
 def attend_to_prompt(
-    case: Case, stored: Stored, scale: float = 0.125, out_dtype: torch.dtype = torch.float32, **masks: Any
+    case: Case,
+    stored: Stored,
+    scale: float = 0.125,
+    out_dtype: torch.dtype = torch.float32,
+    memory: WorkingMemory | None = None,
+    **masks: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend with many queries, in transformers' layout, one token after the other, and in the type of the keys."""
     batch, heads, length, key_dim = case.query.shape
@@ -173,11 +180,11 @@ def attend_to_prompt(
         if visible is not None:
             visible = visible & (np.arange(case.tokens) < ranges[..., 1:])
     if visible is not None:
-        seen = seen_tokens(torch.from_numpy(visible).bool())
-        ranges, visible = seen.ranges, seen.visible
-    strided = (_strided(each.transpose(1, 2)) for each in (query, out))
+        ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
+        visible = visible if are_too_wide else None
+    ends = (strided(each.transpose(1, 2)) for each in (query, out))
     sizes = case.tokens, key_dim, value_dim, scale
-    attend_many(*strided, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes)
+    attend_many(*ends, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes, memory)
     return out.transpose(1, 2).float().numpy(), lse
 
 

@@ -1,6 +1,8 @@
 """The attention kernels against attention in float64 on what is stored, in full precision and as codes."""
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -9,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from hf_hybrid_cache.kernels import BITS, BLOCK, Shape, Workspace
+from hf_hybrid_cache.kernels import BITS, BLOCK, Shape, WorkingMemory, Workspace
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels, uses_integer_kernels
 from kernels.calls import (
     BOUND,
@@ -23,6 +25,7 @@ from kernels.calls import (
     make,
     run,
     scale_for_scores,
+    strided,
     workspace_of,
 )
 from kernels.reference import ELEMENTS, attention, random_masks, stored
@@ -169,14 +172,52 @@ def test_half_results_are_those_in_float32_rounded():
     np.testing.assert_array_equal(halves, torch.from_numpy(floats).bfloat16().float().numpy())
 
 
-def test_a_call_does_not_depend_on_the_calls_before_in_its_workspace():
-    used = Workspace(Shape(1, 2, 4, 2, 64, 64))
+def test_a_call_does_not_depend_on_the_calls_before_in_its_memory():
+    memory, largest = WorkingMemory(), 0
+    used = Workspace(Shape(1, 2, 4, 2, 64, 64), memory)
     for options in ({}, {"causal": True}, {}):
         for bits in (4, 8):
             for coded in (70, 3):
                 made = make("bfloat16", 70, 1, 2, 4, 2, first=1, coded=coded, bits=(bits, bits))
-                expected = attend_in(workspace_of(made[0]), *made, **options)
+                alone = WorkingMemory()
+                expected = attend_in(workspace_of(made[0], alone), *made, **options)
                 np.testing.assert_array_equal(attend_in(used, *made, **options), expected)
+                largest = max(largest, alone.num_bytes)
+                for heads, group, length, dims in ((3, 3, 1, (24, 12)), (1, 1, 5, (40, 96))):
+                    case, stored = make("float32", 200, 1, heads, group, length, dims, coded=coded, bits=(bits, bits))
+                    case.query[:, :, 0] = np.nan
+                    alone = WorkingMemory()
+                    expected = attend_in(workspace_of(case, alone), case, stored)
+                    np.testing.assert_array_equal(attend_in(workspace_of(case, memory), case, stored), expected)
+                    largest = max(largest, alone.num_bytes)
+                    alone = WorkingMemory()
+                    expected, _ = attend_to_prompt(case, stored, memory=alone)
+                    np.testing.assert_array_equal(attend_to_prompt(case, stored, memory=memory)[0], expected)
+                    largest = max(largest, alone.num_bytes)
+    assert memory.num_bytes == largest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux and its C library allow")
+def test_attention_when_the_system_has_no_memory_to_merge_results_then_is_an_error():
+    program = "from kernels import test_attention; test_attention.check_without_memory()"
+    run_program(program, MALLOC_MMAP_THRESHOLD_="65536")  # what is larger comes from the system, and goes back
+
+
+def check_without_memory() -> None:
+    case, bits = make("float32", 70, dims=(64, 2**15))
+    workspace, query, out = workspace_of(case), *(torch.zeros(1, 1, 1, width) for width in (64, 2**15))
+    arguments = strided(query), strided(out), *bits.blocks(), case.tokens, 0.125
+
+    workspace.attend(*arguments)
+    expected, unlimited = out.clone(), resource.getrlimit(resource.RLIMIT_AS)
+    out.zero_()
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held, unlimited[1]))
+    with pytest.raises(MemoryError, match="no memory for what a kernel works in"):
+        workspace.attend(*arguments)
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    workspace.attend(*arguments)
+    assert torch.equal(out, expected)
 
 
 def test_integers_without_a_dot_product_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,10 @@
 
 import ctypes
 import os
+import random
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +22,7 @@ from hf_hybrid_cache.kernels.vector.compiled import jit
 from hf_hybrid_cache.kernels.vector.intrinsics import call_at
 from hf_hybrid_cache.kernels.vector.numbers_at import integers_at
 from hf_hybrid_cache.kernels.vector.operations import Operations
-from hf_hybrid_cache.kernels.vector.parallel import Team
+from hf_hybrid_cache.kernels.vector.parallel import Team, split_work
 from hf_hybrid_cache.kernels.vector.threads import (
     VARIABLE,
     _is_memory_spread,
@@ -207,7 +210,7 @@ def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     pool = POOLS[name]()
     if pool is None:
         pytest.skip("no OpenMP runtime with GNU's interface is in the process")
-    memory = parallel.team_memory(pool, woken, taking_part, parallel.clock())
+    memory = parallel.team_memory(pool, woken, taking_part)
     monkeypatch.setattr(operations, "team_of_kernels", lambda: Team(memory.ctypes.data, taking_part))
 
 
@@ -234,7 +237,103 @@ def test_parts_that_are_set_again_count_from_the_next_run():
     assert [counts.tolist() for counts in chain.counts] == [[2] * 5 + [0], [1] * 9 + [0], [2, 2, 1, 1, 0]]
 
 
+# --- parts that fail
+
+
+class Hungry(NamedTuple):
+    """Count a part; one of them asks for more memory than there is."""
+
+    which: int  # the part; -1 for none
+    counts: int
+
+
+@jit
+def take_memory(part, call):
+    given = call_at(call, Hungry)
+    integers_at(given.counts, part + 1)[part] += 1
+    memory = np.empty(2**60 if part == given.which else 8, np.uint8)
+    memory[0] = 1
+
+
+@jit
+def share_memory(team, call, parts):
+    split_work(team, parts, take_memory, call)
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("which", [0, 7, 199])
+@pytest.mark.parametrize("parts", [1, 200])
+def test_call_when_a_part_finds_no_memory_then_is_an_error_after_all_parts(parts: int, which: int):
+    counts = np.zeros(parts, np.int64)
+    calls = np.array([Hungry(each, counts.ctypes.data) for each in (which % parts, -1)])
+    hungry, modest = (call.ctypes.data for call in calls)
+    listed = [Operations([(take_memory, each), (take_memory, modest)]) for each in (hungry, modest)]
+    for each in listed:
+        each.set_parts([parts, parts])
+    team = operations.team_of_kernels().address
+    for fails, succeeds in (
+        (listed[0].run, listed[1].run),
+        (lambda: share_memory(team, hungry, parts), lambda: share_memory(team, modest, parts)),
+    ):
+        before = counts.copy()
+        with pytest.raises(MemoryError, match="no memory for what a kernel works in"):
+            fails()
+        assert len(set((counts - before).tolist())) == 1
+        succeeds()
+
+
+# --- signals
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
+@pytest.mark.parametrize("pool", POOLS)
+def test_signal_within_a_kernel_when_its_handler_raises_then_reaches_the_caller_of_a_whole_kernel(pool: str):
+    if POOLS[pool]() is None:
+        pytest.skip("no OpenMP runtime with GNU's interface is in the process")
+    run_program(f"from kernels import test_threads; test_threads.check_signals(test_threads.POOLS[{pool!r}]())")
+
+
+def check_signals(pool: parallel.Threads) -> None:
+    """Let a signal come at random moments before, within and after a kernel, again and again."""
+    memory = parallel.team_memory(pool, 3, 3)
+    operations.team_of_kernels = lambda: Team(memory.ctypes.data, 3)
+    chain, generator = Chain([100_000]), random.Random(0)
+    chain.operations.run()
+
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    start, threads, within = time.perf_counter(), num_threads(), 0
+    chain.operations.run()
+    longest = 1.5 * (time.perf_counter() - start)
+    for _ in range(200):
+        chain.counts[0][:] = 0
+        is_running = False
+        try:
+            signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, longest))
+            is_running = True
+            chain.operations.run()
+            is_running = False
+            time.sleep(60)
+            raise AssertionError("The signal was lost.")
+        except KeyboardInterrupt:
+            assert num_threads() == threads
+            assert (chain.counts[0][:-1] == chain.counts[0][0]).all()
+            within += is_running and chain.counts[0][0] == 1
+    assert within > 20
+
+
 # --- threads that come late
+
+
+# The signatures of `clock_gettime`, of the body of a parallel region, and of `GOMP_parallel`.
+CLOCK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
 class LatePool:
@@ -243,20 +342,20 @@ class LatePool:
     def __init__(self) -> None:
         self.late, self.calls, self.now = 0, 0, 10**9
 
-        @parallel._CLOCK
+        @CLOCK
         def clock(_: int, written: Any) -> int:
             written[0], written[1] = divmod(self.now, 10**9)
             return 0
 
-        @parallel._PARALLEL
+        @PARALLEL
         def run(body: int, data: int, threads: int, flags: int) -> None:
             self.calls += 1
-            parallel._BODY(body)(data)
+            BODY(body)(data)
             self.now += self.late
 
         self._held = clock, run
         addresses = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._held]
-        self.memory = parallel.team_memory(parallel.Threads(addresses[1], lambda: 2), 2, 2, addresses[0])
+        self.memory = parallel.team_memory(parallel.Threads(lambda: 2, addresses[1]), 2, 2, addresses[0])
 
     def shares_out(self) -> bool:
         """Whether a call has asked the pool."""

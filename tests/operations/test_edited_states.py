@@ -83,6 +83,25 @@ def test_edit_of_layer_keys_before_a_step_then_counts_as_with_stock(name: str, e
     assert (expected - untouched).abs().max() > 0.5  # the edit is seen
 
 
+@pytest.mark.parametrize("name", EDITABLE)
+def test_checkpoint_when_a_token_before_it_is_edited_then_is_dropped(name: str):
+    cache, model, tokens = EDITABLE[name](CONFIG), tiny_model("llama"), [100, 295]
+    with torch.no_grad():
+        for length in (80, TOKENS - 80, 90):
+            if cache.get_seq_length():
+                cache.checkpoint()
+            model(random_prompt(1, length, seed=length), **cache_argument(cache))
+        assert cache.checkpoints == (80, TOKENS)
+        edited = [layer.values[:, :, tokens] + 5 for layer in cache.layers]
+        for layer, states in zip(cache.layers, edited, strict=True):
+            layer.values[:, :, tokens] = states
+        assert cache.checkpoints == (80,)
+        assert cache.go_back(TOKENS) == TOKENS
+        for layer, states in zip(cache.layers, edited, strict=True):
+            assert (layer.values[:, :, tokens] - states).abs().max() < 0.5
+    assert cache.go_back(80) == 80
+
+
 @pytest.mark.parametrize("name", ALL | QUANTIZED)
 def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
     make = ALL.get(name) or QUANTIZED[name][0]

@@ -33,6 +33,7 @@ from hf_hybrid_cache.attention import MAX_QUERIES
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
+from hf_hybrid_cache.storage import SharedPrefix
 
 from common.quantized_reference import QuantizedDynamicLayer
 from common.soak import count, search_at_random
@@ -110,6 +111,8 @@ class CacheMachine(RuleBasedStateMachine):
         # A copy that is not used any more, and what it holds; tensors that `update` returned, and what was in them.
         self.twin: tuple[HybridCache, DynamicCache] | None = None
         self.held: list[Pair] = []
+        # What the plain cache held at each checkpoint.
+        self.kept: dict[int, DynamicCache] = {}
         if new_tokens:
             self.update(new_tokens, use)
 
@@ -223,9 +226,47 @@ class CacheMachine(RuleBasedStateMachine):
         self.held.clear()
         with mode():
             self.ours.crop(-tokens)
-        # transformers 5.17 cannot crop what was never filled.
-        if self.num_tokens > 0:
-            self.plain.crop(-tokens)
+        if tokens:
+            self.shorten_plain(max(0, self.num_tokens - tokens))
+
+    @precondition(lambda self: self.num_tokens > 0 and not (self.setup.is_shard and self.setup.codecs))
+    @rule(mode=MODES)
+    def checkpoint(self, mode: Mode) -> None:
+        with mode():
+            self.ours.checkpoint()
+        self.kept[self.num_tokens] = copy.deepcopy(self.plain)
+
+    @rule(data=st.data(), mode=MODES)
+    def go_back(self, data: st.DataObject, mode: Mode) -> None:
+        self.held.clear()
+        left = data.draw(st.sampled_from([*self.kept, self.num_tokens]) | st.integers(0, self.num_tokens))
+        with mode():
+            assert self.ours.go_back(left) == left
+        self.shorten_plain(left)
+
+    def shorten_plain(self, left: int) -> None:
+        self.kept = {length: plain for length, plain in self.kept.items() if length <= left}
+        if left in self.kept:
+            self.plain = copy.deepcopy(self.kept[left])
+        elif self.num_tokens > left:  # transformers 5.17 cannot crop what was never filled
+            self.plain.crop(left - self.num_tokens)
+
+    @precondition(lambda self: self.num_tokens > 0 and not self.setup.is_shard)
+    @rule(layer=st.integers(0, 3), token=st.integers(0), name=st.sampled_from(["keys", "values"]), mode=MODES)
+    def edit(self, layer: int, token: int, name: str, mode: Mode) -> None:
+        """Write to a token of a layer, through what was read from it."""
+        layer, token = layer % self.setup.num_layers, token % self.num_tokens
+        self.held.clear()
+        ours, plain = self.ours.layers[layer], self.plain.layers[layer]
+        if isinstance(ours.store, SharedPrefix) and token < ours.store.least_tokens:
+            return  # then all tokens are quantized again
+        with mode():
+            getattr(ours, name)[:, :, token] += 1
+        later = {each: getattr(plain, each)[:, :, token:].clone() for each in ("keys", "values")}
+        later[name][:, :, 0] += 1
+        plain.crop(token - self.num_tokens)
+        plain.update(**{f"{each[:-1]}_states": states for each, states in later.items()})
+        self.kept = {length: kept for length, kept in self.kept.items() if length <= token}
 
     @precondition(lambda self: self.num_tokens > 0)
     @rule(
@@ -246,7 +287,8 @@ class CacheMachine(RuleBasedStateMachine):
             argument = torch.isin(torch.arange(self.batch), indices)
         with mode():
             getattr(self.ours, method)(argument)
-        getattr(self.plain, method)(argument)
+        for plain in (self.plain, *self.kept.values()):
+            getattr(plain, method)(argument)
         self.batch = self.plain.layers[0].keys.shape[0]
 
     # Codes that were decoded and rounded once are not those that are decoded for another type.
@@ -260,6 +302,9 @@ class CacheMachine(RuleBasedStateMachine):
             if layer.is_initialized:
                 layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
         self.dtype = dtype
+        for length in self.kept:  # it has tokens of the type before, which may say more
+            self.ours.drop_checkpoint(length)
+        self.kept = {}
 
     @precondition(lambda self: self.num_tokens > 200)
     @rule(batch=st.integers(1, 3), by_crop=st.booleans())
@@ -270,9 +315,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.ours.crop(-self.num_tokens)
         else:
             self.ours.reset()
-            assert self.ours.memory().host_bytes == 0
+            assert (self.ours.memory().host_bytes, self.ours.memory().working_bytes) == (0, 0)
         # Not `reset`: transformers 5.17 only zeroes what is stored.
-        self.plain, self.batch = self.setup.reference(), batch
+        self.plain, self.batch, self.kept = self.setup.reference(), batch, {}
 
     @rule(goes_on_with_copy=st.booleans(), mode=MODES)
     def copy(self, goes_on_with_copy: bool, mode: Mode) -> None:
@@ -296,6 +341,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.operations += 1
         assert self.ours.get_seq_length() == self.num_tokens
+        assert self.ours.checkpoints == tuple(sorted(self.kept))
         assert self.ours.get_mask_sizes(3, 0) == (self.num_tokens + 3, 0)
         report = self.ours.memory()
         assert (report.num_tokens, report.device_bytes) == (self.num_tokens, 0)

@@ -55,11 +55,11 @@ def call_of_a_kernel() -> Callable[[], None]:
     query = np.ascontiguousarray(case.query, np.float32)
     width = query.shape[-1]
     keys, values = to_blocks(bits[0], transposed=True, width=width), to_blocks(bits[1], transposed=False, width=width)
-    workspace = Workspace(Shape(1, 1, 1, 1, width, width))
+    workspace, out = Workspace(Shape(1, 1, 1, 1, width, width)), np.empty(width, np.float32)
 
     def attend() -> None:
-        at = Strided(query.ctypes.data, 0, 0, 0, is_bfloat16=False)
-        workspace.attend(at, keys, values, case.tokens, 0.125)
+        at, to = (Strided(each.ctypes.data, 0, 0, 0, is_bfloat16=False) for each in (query, out))
+        workspace.attend(at, to, keys, values, case.tokens, 0.125)
 
     return attend
 

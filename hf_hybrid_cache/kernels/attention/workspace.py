@@ -1,6 +1,5 @@
 """Calls of the kernels of attention: their description in memory, and memory that calls use again."""
 
-import contextlib
 import struct
 from collections.abc import Iterable
 from functools import cache
@@ -32,6 +31,7 @@ _MOST_ROWS, _FEWEST_ROWS = 256, 32
 _PARTS_OF_A_THREAD = 4
 
 _OF_EACH_CALL = struct.Struct("@20qd6q")  # the fields up to `quantized_parts`; the factor is a float64
+_NOTHING = np.zeros(0, np.uint8), 0
 _SEEN, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("seen", "heads"))
 
 
@@ -106,9 +106,47 @@ class QuantizedBlocks(NamedTuple):
     rotation_matrix: np.ndarray | None = None
 
 
+class WorkingMemory:
+    """
+    Memory in which calls of any shape work, one after the other.
+
+    It grows: new memory from the system would take half as long as attention of many queries.
+
+    Attributes:
+        user: the calls that worked in it last.
+    """
+
+    def __init__(self) -> None:
+        self.user: _Calls | None = None
+        self._held = _NOTHING  # in one attribute: an interruption leaves both or none
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._held[0].nbytes
+
+    def of(self, user: "_Calls", num_bytes: int, cleared: int) -> int:
+        """
+        The address of at least so many bytes.
+
+        They are as `user` left them; after another user the first ones, `cleared`, are zeros.
+        """
+        memory, address = self._held
+        if num_bytes > memory.nbytes:
+            del memory
+            self._held = _NOTHING  # given back before more is taken
+            memory = aligned_zeros(num_bytes)
+            address = memory.ctypes.data
+            self._held = memory, address
+        elif user is not self.user:
+            memory[:cleared] = 0
+        self.user = user
+        return address
+
+
 class _Calls:
     """
-    Calls of one shape: their description, of which each call writes what is new, and their scratch memory.
+    Calls of one shape: their description, of which each call writes what is new.
 
     Args:
         shape: of the calls.
@@ -128,28 +166,27 @@ class _Calls:
             _HEADS, batch * num_kv_heads, num_kv_heads, group, query_length, group * query_length, rows_at_once,
             key_dim, value_width(key_dim), value_dim, value_width(value_dim),
         )  # fmt: skip
-        self._offsets, self._part_bytes = laid_out(sizes)
-        shared_offsets, shared_bytes = laid_out(shared)
-        self._shared = aligned_zeros(shared_bytes)
-        self._others = {name: self._shared.ctypes.data + offset for name, offset in shared_offsets.items()}
-        self._others |= strides | {"part_bytes": self._part_bytes}
+        shared_offsets, self._shared_bytes = laid_out(shared)
+        offsets, self._part_bytes = laid_out(sizes)
+        self._offsets = shared_offsets | {name: self._shared_bytes + offset for name, offset in offsets.items()}
+        self._strides = strides | {"part_bytes": self._part_bytes}
         # What the description says. Writing it may be interrupted.
-        self._parts = 0
+        self._works_at = 0
         self._is_masked = False
         self._forms: tuple[Any, ...] = ()
 
     def _write(self, offset: int, *numbers: int) -> None:
         self._numbers[offset // 8 : offset // 8 + len(numbers)] = numbers
 
-    def reserve(self, parts: int) -> None:
-        """Have scratch memory for so many parts or threads."""
-        if parts > self._parts:
-            self._parts = 0
-            self._memory = aligned_zeros(parts * self._part_bytes)
-            start = self._memory.ctypes.data
-            fields = {name: start + offset for name, offset in self._offsets.items()} | self._others
+    def work_in(self, memory: WorkingMemory, parts: int) -> None:
+        """Have memory to work in for so many parts or threads."""
+        # Rows of queries that fill up a tile are not written: what was there before might be slow to multiply.
+        start = memory.of(self, self._shared_bytes + parts * self._part_bytes, self._shared_bytes)
+        if start != self._works_at:
+            self._works_at = 0
+            fields = {name: start + offset for name, offset in self._offsets.items()} | self._strides
             self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
-            self._parts = parts
+            self._works_at = start
 
     def describe(
         self,
@@ -202,25 +239,38 @@ class _Calls:
         return calls
 
 
+class _CallsOfMany(_Calls):
+    """Calls of many queries."""
+
+    def __init__(self, shape: Shape, rows_at_once: int):
+        self.key = shape, rows_at_once
+        inner, width = value_width(shape.key_dim), value_width(shape.value_dim)
+        side = {"maxima": 4 * rows_at_once, "sums": 4 * rows_at_once, "partial": 4 * rows_at_once * width}
+        side_bytes = laid_out(side)[1]
+        sizes = side | {"other side": side_bytes, "scores": 4 * ROWS * BLOCK, "corrections": 4 * ROWS}
+        sizes |= {"operand": 4 * rows_at_once * inner, "rotated": 4 * rows_at_once * inner, "ranges": 16 * rows_at_once}
+        sizes |= {"key_operand": 4 * inner * BLOCK, "value_operand": 4 * BLOCK * width}
+        super().__init__(shape, rows_at_once, sizes, {}, {"side_bytes": side_bytes})
+
+
 class Workspace:
     """
-    Attention of few queries, in calls of one shape, with memory that they use again.
+    Attention of few queries, in calls of one shape.
+
+    Args:
+        shape: of the calls.
+        memory: in which they work, and calls of other shapes.
 
     Attributes:
         shape: of the calls.
-        out: float32 `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @ values;
-            zeros for a query that sees no token.
-        lse: float32 `[batch, query heads, query_length]`: natural log of the sum of exp(score) over the tokens; minus
-            infinity for a query that sees no token.
+        lse: float32 `[batch, query heads, query_length]`, of the last call: natural log of the sum of exp(score) over
+            the tokens; minus infinity for a query that sees no token.
     """
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, memory: WorkingMemory | None = None):
         self.shape = shape
         batch, num_kv_heads, group, query_length, key_dim, value_dim = shape
         self.lse = np.zeros((batch, num_kv_heads * group, query_length), np.float32)
-        self.out = np.zeros((*self.lse.shape, value_dim), np.float32)
-        of_sequence, of_head, of_token, _ = self.out.strides
-        self._out = Strided(self.out.ctypes.data, of_sequence, of_head, of_token, is_bfloat16=False)
         self._lse: int = self.lse.ctypes.data
         self._heads = batch * num_kv_heads
         rows = -(-group * query_length // ROWS) * ROWS
@@ -232,12 +282,14 @@ class Workspace:
         sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
         shared = {"operand": of_rows * inner, "rotated": of_rows * inner}
         self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
+        self._memory = memory or WorkingMemory()
         # By the type of the blocks, and whether some are quantized.
         self._operations: dict[tuple[np.dtype, bool], Operations] = {}
 
     def attend(
         self,
         query: Strided,
+        out: Strided,
         keys: np.ndarray,
         values: np.ndarray,
         num_tokens: int,
@@ -245,13 +297,14 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         quantized: QuantizedBlocks | None = None,
-        out: Strided | None = None,
     ) -> None:
         """
-        Attend to the first `num_tokens` tokens; the result is in `lse`, and in `out` of the workspace.
+        Attend to the first `num_tokens` tokens.
 
         Args:
             query: after rotary embedding.
+            out: written, `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @
+                values; zeros for a query that sees no token.
             keys: `[blocks, heads, key_dim, 64]`, see `forms.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
                 precision bits).
             values: `[blocks, heads, 64, padded value_dim]`, of the same type; the padding is zero.
@@ -262,9 +315,10 @@ class Workspace:
             bias: float32, shaped as `visible` may be, added to the scaled scores.
             quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
                 gap.
-            out: where to write the output instead of `out` of the workspace.
+
+        Raises:
+            MemoryError: the host has no memory to work in; the results are not whole.
         """
-        out = self._out if out is None else out
         parts, quantized_parts = self._describe(query, keys, values, num_tokens, scale, visible, bias, quantized, out)
         kind = keys.dtype, quantized_parts > 0
         if kind not in self._operations:
@@ -320,7 +374,7 @@ class Workspace:
         quantized_blocks = 0 if quantized is None else quantized.num_blocks
         quantized_parts = parts_of(quantized_blocks, self._heads) if quantized_blocks else 0
         parts = quantized_parts + parts_of(-(-num_tokens // BLOCK) - quantized_blocks, self._heads)
-        self._calls.reserve(parts)
+        self._calls.work_in(self._memory, parts)
         self._calls.describe(
             query, out, self._lse, keys, values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False,
             quantized, parts, quantized_parts, None, visible, bias,
@@ -351,9 +405,6 @@ def parts_of(blocks: int, heads: int) -> int:
     return min(blocks * heads, parts * -(-blocks // (parts * _PART_BLOCKS)))
 
 
-# Calls of many queries that nobody uses: new memory from the system would take half as long as the attention. If
-# several threads attend at once, each gets its own, and the last that is given back is kept.
-_kept: list[tuple[tuple[Shape, int], _Calls]] = []
 _wanted: bool | None = None
 
 
@@ -382,6 +433,7 @@ def attend_many(
     visible: np.ndarray | None = None,
     bias: np.ndarray | None = None,
     quantized: QuantizedBlocks | None = None,
+    memory: WorkingMemory | None = None,
 ) -> None:
     """
     Attend to the first `num_tokens` tokens with any number of queries.
@@ -406,39 +458,30 @@ def attend_many(
         bias: float32, shaped as `visible` may be, added to the scaled scores.
         quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
             gap.
+        memory: to work in, and other calls.
+
+    Raises:
+        MemoryError: the host has no memory to work in; the results are not whole.
     """
     batch, query_heads, query_length = lse.shape
-    heads, threads = keys.shape[1], team_of_kernels().threads
+    heads, team = keys.shape[1], team_of_kernels()
     group = query_heads * batch // heads
     rows = group * query_length
     # Whole tiles. The result of a row does not depend on the size of a part.
-    wanted = -(-rows * heads // (_PARTS_OF_A_THREAD * threads))
+    wanted = -(-rows * heads // (_PARTS_OF_A_THREAD * team.threads))
     rows_at_once = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-wanted // 16) * 16))
     shape = Shape(batch, heads // batch, group, query_length, key_dim, value_dim)
-    calls = _calls_of_many(shape, rows_at_once)
-    calls.reserve(threads)
+    memory = memory or WorkingMemory()
+    calls = memory.user
+    if not isinstance(calls, _CallsOfMany) or calls.key != (shape, rows_at_once):
+        calls = _CallsOfMany(shape, rows_at_once)
+    calls.work_in(memory, team.threads)
     is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
     calls.describe(
         query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed, quantized,
         -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
     )  # fmt: skip
-    attend_prefill(team_of_kernels().address, calls.address, keys.dtype.type(0))
-    _kept[:] = [((shape, rows_at_once), calls)]
-
-
-def _calls_of_many(shape: Shape, rows_at_once: int) -> _Calls:
-    """Take the calls that are kept, or make them."""
-    with contextlib.suppress(IndexError):
-        kept, calls = _kept.pop()
-        if kept == (shape, rows_at_once):
-            return calls
-    inner, width = value_width(shape.key_dim), value_width(shape.value_dim)
-    side = {"maxima": 4 * rows_at_once, "sums": 4 * rows_at_once, "partial": 4 * rows_at_once * width}
-    side_bytes = laid_out(side)[1]
-    sizes = side | {"other side": side_bytes, "scores": 4 * ROWS * BLOCK, "corrections": 4 * ROWS}
-    sizes |= {"operand": 4 * rows_at_once * inner, "rotated": 4 * rows_at_once * inner, "ranges": 16 * rows_at_once}
-    sizes |= {"key_operand": 4 * inner * BLOCK, "value_operand": 4 * BLOCK * width}
-    return _Calls(shape, rows_at_once, sizes, {}, {"side_bytes": side_bytes})
+    attend_prefill(team.address, calls.address, keys.dtype.type(0))
 
 
 def laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:

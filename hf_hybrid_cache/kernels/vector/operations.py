@@ -8,8 +8,6 @@ come late find nothing left to do.
 The list is in memory, and functions are called by their addresses. So each is compiled once, and by itself.
 """
 
-import contextlib
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.callconv import RETCODE_NONE, RETCODE_OK
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .compiled import Kernel, jit, jit_function, taking_numbers
 from .intrinsics import call_at
 from .numbers_at import integers_at
-from .parallel import split_work, team_of_kernels, threads_of
+from .parallel import address_in_process, split_work, team_of_kernels, threads_of
 from .processor import has_feature
 from .vector_ir import CACHE_LINE, INT32, INT64
 
@@ -64,7 +63,7 @@ class Operations:
         self._beside = np.array(beside, np.int64)
         self._parts: Sequence[int] = []
         self._counters = np.zeros(3 * CACHE_LINE // 8, np.int64)
-        self._counters[_GIVE_WAY] = _address_of_yield()
+        self._counters[_GIVE_WAY] = address_in_process("sched_yield")
         self._program = np.array([self._counters.ctypes.data, len(operations), self._list.ctypes.data])
         self._address: int = self._program.ctypes.data
 
@@ -79,7 +78,12 @@ class Operations:
             self._parts = parts
 
     def run(self) -> None:
-        """Run all operations, on the threads that any kernel would have now."""
+        """
+        Run all operations, on the threads that any kernel would have now.
+
+        Raises:
+            MemoryError: the host had no memory for what a part works in; what the operations write is not whole.
+        """
         run_operations(team_of_kernels().address, self._address)
 
 
@@ -99,8 +103,8 @@ def run_operations(team, program):
 
 @jit_function
 def _take_parts(thread, program):
-    """Do the parts of all operations that no other thread takes."""
-    given, first = call_at(program, _Program), 0
+    """Do the parts of all operations that no other thread takes. One that fails counts as done: others wait for it."""
+    given, first, has_failed = call_at(program, _Program), 0, False
     taken = _count(given.counters + _NEXT * 8)
     for index in range(given.count):
         operation = call_at(given.operations + index * _OPERATION_BYTES, Operation)
@@ -108,10 +112,13 @@ def _take_parts(thread, program):
         if taken < end:
             _wait(given.counters, operation.needs)
         while taken < end:
-            _call(operation.function, taken - first, operation.call)
+            if _call(operation.function, taken - first, operation.call):
+                has_failed = True
             _count(given.counters + _DONE * 8)
             taken = _count(given.counters + _NEXT * 8)
         first = end
+    if has_failed:
+        raise MemoryError
 
 
 _OPERATION_BYTES = 8 * len(Operation._fields)
@@ -127,27 +134,19 @@ def address_of_kernel(kernel: Kernel) -> int:
     return address
 
 
-@cache
-def _address_of_yield() -> int:
-    """The address of `sched_yield`; 0 where there is none."""
-    with contextlib.suppress(AttributeError, TypeError, OSError):  # Windows
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-    return 0
-
-
 @intrinsic
 def _call(typing_context: Any, function: Any, part: Any, call: Any) -> Any:
-    """Call a kernel, which raises nothing, by its address."""
+    """Call a kernel by its address; return whether it raised an error."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         function, part, call = arguments
         kind = context.call_conv.get_function_type(types.none, (types.int64, types.int64))
         with builder.goto_entry_block():
             result, error = (builder.alloca(each.pointee) for each in kind.args[:2])
-        builder.call(builder.inttoptr(function, kind.as_pointer()), [result, error, part, call])
-        return context.get_dummy_value()
+        code = builder.call(builder.inttoptr(function, kind.as_pointer()), [result, error, part, call])
+        return builder.and_(*(builder.icmp_signed("!=", code, fine) for fine in (RETCODE_OK, RETCODE_NONE)))
 
-    return types.void(*[types.int64] * 3), generate
+    return types.boolean(*[types.int64] * 3), generate
 
 
 @intrinsic

@@ -2,8 +2,8 @@
 Running a kernel on the threads of the OpenMP runtime that torch uses.
 
 If the kernels had their own pool, its threads and torch's would keep each other from the processors: an OpenMP thread
-spins for milliseconds while it waits for work. If the process has no GNU interface to OpenMP, or was forked, threads
-are started for each call.
+spins for milliseconds while it waits for work. If the process has no GNU interface to OpenMP, or was forked, the code
+of a kernel starts threads for each call, and joins them. No Python runs in between: a signal is handled after the call.
 
 Beside busy programs a thread may get no processor for milliseconds, and the others wait for it at the end of a call.
 Where the threads of a call have lost more time so than one thread alone would have needed, this thread works alone for
@@ -13,7 +13,6 @@ as long, and then tries again; for twice as long each time that it is in vain.
 import contextlib
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -32,11 +31,6 @@ from .intrinsics import pointer
 from .threads import num_threads_beside, threads_of_torch
 from .vector_ir import INT8, INT32, INT64
 
-# The signatures of `body(data)` and of `parallel(body, data, threads, flags)`.
-_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-# And that of `clock_gettime(clock, time)`, which writes seconds and nanoseconds.
-_CLOCK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
 _MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
 # Nanoseconds: a thread that sleeps wakes up within less where a processor is free.
 _LEAST_LOST = 300_000
@@ -44,6 +38,7 @@ _LEAST_LOST = 300_000
 _MOST_TIMES_ALONE = 32
 # Nanoseconds after which a thread that comes late is not late again, but for the first time.
 _FORGOTTEN = 100_000_000
+_NO_MEMORY = "The host had no memory for what a kernel works in. What the kernel was to write is not whole."
 _imported_by = os.getpid()
 
 
@@ -74,11 +69,13 @@ def _team_of(threads: int, of_torch: int, process: int) -> tuple[Team, np.ndarra
     While torch has `of_torch` threads, these are the threads of the OpenMP runtime.
     """
     pool = None if threads == 1 else openmp() or started_threads()
-    memory = team_memory(pool, 1 if pool is None else max(threads, pool.team()), threads, clock())
+    if pool is None:
+        threads = 1
+    memory = team_memory(pool, 1 if pool is None else max(threads, pool.team()), threads)
     return Team(memory.ctypes.data, threads), memory
 
 
-def team_memory(pool: "Threads | None", woken: int, threads: int, clock: int) -> np.ndarray:
+def team_memory(pool: "Threads | None", woken: int, threads: int, clock: int | None = None) -> np.ndarray:
     """
     The memory of a team, int64.
 
@@ -86,15 +83,17 @@ def team_memory(pool: "Threads | None", woken: int, threads: int, clock: int) ->
         pool: that has the threads; `None` for one thread.
         woken: number of threads to wake.
         threads: number of those that take part.
-        clock: address of `clock_gettime`, or of a function that does the same.
+        clock: address of a function that does the same as `clock_gettime`.
     """
-    return np.array([0 if pool is None else pool.parallel, woken, threads, clock, 0, 1], np.int64)
+    of_pool = (0, 0, 0) if pool is None else (pool.parallel, pool.create, pool.join)
+    clock = address_in_process("clock_gettime") if clock is None else clock
+    return np.array([woken, threads, clock, 0, 1, *of_pool], np.int64)
 
 
 @jit_inlined
 def threads_of(team):
     """The number of threads that take part."""
-    return numba.carray(pointer(team, numba.int64(0)), 3)[2]
+    return numba.carray(pointer(team, numba.int64(0)), 2)[1]
 
 
 @intrinsic
@@ -102,10 +101,11 @@ def split_work(typing_context: Any, team: Any, parts: Any, work: Any, call: Any)
     """
     Call `work(part, call)` for each part below `parts`; a thread that is done takes the next part.
 
-    A single part, or a single thread, runs on this thread.
+    A single part, or a single thread, runs on this thread. If a part raises an error, it is one of memory, and
+    `MemoryError` is raised after the others.
 
-    team: address of a `Team`; work: a jitted function that returns nothing and raises nothing; call: a tuple, or the
-    address of one, see `call_at`.
+    team: address of a `Team`; work: a jitted function that returns nothing; call: a tuple, or the address of one, see
+    `call_at`.
     """
     return _work_split(typing_context, work, call, tells_thread=False)
 
@@ -123,17 +123,18 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         team, parts, _, call = arguments
         memory = _Memory(builder, team)
-        members = INT64(0), INT64(0), INT64(0), INT64(0), memory.threads, parts, memory.clock, call
+        members = *[INT64(0)] * 5, memory.threads, parts, memory.clock, call
         shared = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in members]))
         for index, value in enumerate(members):
             builder.store(value, _member(builder, shared, index))
         compiled = work.dispatcher.get_compile_result(taken)
         context.active_code_library.add_linking_library(compiled.library)
 
-        def do_part(builder: ir.IRBuilder, part: ir.Value, thread: ir.Value, call: ir.Value) -> None:
+        def do_part(builder: ir.IRBuilder, part: ir.Value, thread: ir.Value, call: ir.Value) -> ir.Value:
             function = context.declare_function(builder.module, compiled.fndesc)
             given = [part, *[thread] * tells_thread, call]
-            context.call_conv.call_function(builder, function, taken.return_type, taken.args, given)
+            status, _ = context.call_conv.call_function(builder, function, taken.return_type, taken.args, given)
+            return status.is_error
 
         body = _share_of_one_thread(builder.module, shared.type, do_part)
         data = builder.bitcast(shared, _ANYTHING)
@@ -148,11 +149,12 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
                     with then:
                         builder.call(body, [data])
                     with otherwise:
-                        kind = ir.FunctionType(ir.VoidType(), [body.type, _ANYTHING, INT32, INT32])
-                        run = builder.inttoptr(memory.parallel, kind.as_pointer())
-                        builder.call(run, [body, data, builder.trunc(memory.woken, INT32), INT32(0)])
+                        memory.run(body, data)
                         began, idle = (builder.load(_member(builder, shared, index)) for index in (_BEGAN, _IDLE))
                         _note_lost(builder, memory, before, builder.sub(idle, began))
+        failed = builder.load(_member(builder, shared, _FAILED))
+        with builder.if_then(builder.icmp_signed("!=", failed, INT64(0)), likely=False):
+            context.call_conv.return_user_exc(builder, MemoryError, (_NO_MEMORY,))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.intp, work, call), generate
@@ -162,15 +164,28 @@ class _Memory:
     """The memory of a team, as `team_memory` makes it."""
 
     def __init__(self, builder: ir.IRBuilder, team: ir.Value):
-        self.places = [builder.add(team, INT64(8 * index)) for index in range(6)]
+        self._builder = builder
+        self.places = [builder.add(team, INT64(8 * index)) for index in range(8)]
         numbers = [vec.load(builder, place, INT64) for place in self.places]
-        self.parallel, self.woken, self.threads, self.clock, self.alone_until, self.times = numbers
+        self.woken, self.threads, self.clock, self.alone_until, self.times, *self._of_pool = numbers
+
+    def run(self, body: ir.Function, data: ir.Value) -> None:
+        """Let all threads call `body(data)`."""
+        builder, (parallel, create, join) = self._builder, self._of_pool
+        with builder.if_else(builder.icmp_signed("!=", parallel, INT64(0))) as (then, otherwise):
+            with then:
+                kind = ir.FunctionType(ir.VoidType(), [body.type, _ANYTHING, INT32, INT32])
+                run = builder.inttoptr(parallel, kind.as_pointer())
+                builder.call(run, [body, data, builder.trunc(self.woken, INT32), INT32(0)])
+            with otherwise:
+                run = _on_started_threads(builder.module, body.type)
+                builder.call(run, [body, data, self.woken, create, join])
 
 
 # What the threads of a call share: how many have begun, and how many parts are taken; when the first thread began, and
-# when the first found no part; how many threads take part, and how many parts there are; the clock, 0 for none; the
-# call.
-_BEGUN, _TAKEN, _BEGAN, _IDLE, _THREADS, _PARTS, _CLOCK_OF_CALL, _CALL = range(8)
+# when the first found no part; whether a part failed; how many threads take part, and how many parts there are; the
+# clock, 0 for none; the call.
+_BEGUN, _TAKEN, _BEGAN, _IDLE, _FAILED, _THREADS, _PARTS, _CLOCK_OF_CALL, _CALL = range(9)
 _ANYTHING = INT8.as_pointer()
 
 
@@ -178,7 +193,54 @@ def _member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
     return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
 
 
-def _share_of_one_thread(module: ir.Module, shared_type: ir.Type, do_part: Callable[..., None]) -> ir.Function:
+def _on_started_threads(module: ir.Module, body: ir.Type) -> ir.Function:
+    """The function that lets this thread, and others that it starts and waits for, call `body(data)`."""
+    name = "on_started_threads"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [body, _ANYTHING, *[INT64] * 3]), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")  # the memory for ids of threads is given back at its end
+    body, data, threads, create, join = function.args
+    blocks = map(function.append_basic_block, ("entry", "more", "start", "run", "join", "wait", "end"))
+    entry, more, start, run, joining, wait, end = blocks
+    builder = ir.IRBuilder(entry)
+    ids = builder.alloca(INT64, threads)
+    attributes, id_type = _ANYTHING(None), INT64.as_pointer()
+    create = builder.inttoptr(create, ir.FunctionType(INT32, [id_type, _ANYTHING, body.type, _ANYTHING]).as_pointer())
+    join = builder.inttoptr(join, ir.FunctionType(INT32, [INT64, _ANYTHING]).as_pointer())
+    builder.branch(more)
+    builder.position_at_end(more)
+    started = builder.phi(INT64)
+    following = builder.add(started, INT64(1))
+    builder.cbranch(builder.icmp_signed("<", following, threads), start, run)
+    builder.position_at_end(start)
+    refused = builder.call(create, [builder.gep(ids, [started]), attributes, body, data])
+    # If the system gives no more threads, those that there are do the parts.
+    builder.cbranch(builder.icmp_signed("!=", refused, INT32(0)), run, more)
+    builder.position_at_end(run)
+    builder.call(body, [data])
+    builder.branch(joining)
+    builder.position_at_end(joining)
+    left = builder.phi(INT64)
+    builder.cbranch(builder.icmp_signed(">", left, INT64(0)), wait, end)
+    builder.position_at_end(wait)
+    fewer = builder.sub(left, INT64(1))
+    builder.call(join, [builder.load(builder.gep(ids, [fewer])), attributes])
+    builder.branch(joining)
+    builder.position_at_end(end)
+    builder.ret_void()
+    for phi, value, block in (
+        (started, INT64(0), entry),
+        (started, following, start),
+        (left, started, run),
+        (left, fewer, wait),
+    ):
+        phi.add_incoming(value, block)
+    return function
+
+
+def _share_of_one_thread(module: ir.Module, shared_type: ir.Type, do_part: Callable[..., ir.Value]) -> ir.Function:
     """The function that each thread calls: it does parts until none is left."""
     name = module.get_unique_name("share_of_one_thread")
     body = ir.Function(module, ir.FunctionType(ir.VoidType(), [_ANYTHING]), name)
@@ -203,7 +265,8 @@ def _share_of_one_thread(module: ir.Module, shared_type: ir.Type, do_part: Calla
     part = counted(_TAKEN)
     builder.cbranch(builder.icmp_signed("<", part, loaded(_PARTS)), do, end)
     builder.position_at_end(do)
-    do_part(builder, part, thread, loaded(_CALL))
+    with builder.if_then(do_part(builder, part, thread, loaded(_CALL)), likely=False):
+        builder.store(INT64(1), _member(builder, shared, _FAILED))
     builder.branch(take)
     builder.position_at_end(end)
     _note_first(builder, _member(builder, shared, _IDLE), clock)
@@ -223,9 +286,9 @@ def _note_lost(builder: ir.IRBuilder, memory: _Memory, before: ir.Value, worked:
     with builder.if_then(builder.and_(is_lost, builder.icmp_signed(">", lost, longer))):
         since = builder.sub(before, memory.alone_until)
         times = builder.select(builder.icmp_signed(">", since, INT64(_FORGOTTEN)), INT64(1), memory.times)
-        vec.store(builder, builder.add(after, builder.mul(lost, times)), memory.places[4])
+        vec.store(builder, builder.add(after, builder.mul(lost, times)), memory.places[3])
         is_most = builder.icmp_signed(">=", times, INT64(_MOST_TIMES_ALONE))
-        vec.store(builder, builder.select(is_most, times, builder.shl(times, INT64(1))), memory.places[5])
+        vec.store(builder, builder.select(is_most, times, builder.shl(times, INT64(1))), memory.places[4])
 
 
 def _now(builder: ir.IRBuilder, clock: ir.Value) -> ir.Value:
@@ -246,16 +309,20 @@ def _note_first(builder: ir.IRBuilder, place: ir.Value, clock: ir.Value) -> None
 
 class Threads(NamedTuple):
     """
-    Threads that share work.
+    Threads that share work: those of a pool, or threads that start with each call and end with it.
 
     Attributes:
-        parallel: address of `GOMP_parallel`, or of a function that does the same.
         team: returns the number of threads that the next parallel region of this thread would have. A region with
             fewer makes the pool end the others, and the next region start them again.
+        parallel: address of `GOMP_parallel`, or of a function that does the same; 0 to start threads.
+        create: address of `pthread_create`.
+        join: address of `pthread_join`.
     """
 
-    parallel: int
     team: Callable[[], int]
+    parallel: int = 0
+    create: int = 0
+    join: int = 0
 
 
 def use_threads_here(number: int) -> None:
@@ -271,57 +338,21 @@ def openmp() -> Threads | None:
     In a forked process it is `None` too: the pool's threads stayed in the parent, and the runtime would wait for them
     for ever.
     """
-    return _openmp() if os.getpid() == _imported_by else None
+    parallel = address_in_process("GOMP_parallel") if os.getpid() == _imported_by else 0
+    return Threads(ctypes.CDLL(None).omp_get_max_threads, parallel) if parallel else None
+
+
+def started_threads() -> Threads | None:
+    """Threads that start with each call and end with it; `None` where there are none of POSIX, as on Windows."""
+    create, join = address_in_process("pthread_create"), address_in_process("pthread_join")
+    return Threads(lambda: 1, create=create, join=join) if create else None
 
 
 @cache
-def _openmp() -> Threads | None:
+def address_in_process(name: str) -> int:
+    """The address of a function of a library that the process has loaded, as C's; 0 if there is none."""
     try:
-        library = ctypes.CDLL(None)
-        parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
-        team = library.omp_get_max_threads
+        function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, TypeError, OSError):  # not loaded, or Windows
-        return None
-    assert parallel is not None
-    return Threads(parallel, team)
-
-
-@cache
-def clock() -> int:
-    """The address of `clock_gettime`, or of what does the same where there is none."""
-    try:
-        found: Any = ctypes.CDLL(None).clock_gettime
-    except (AttributeError, TypeError, OSError):  # Windows
-        found = _write_time
-    address = ctypes.cast(found, ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
-@_CLOCK
-def _write_time(_: int, written: Any) -> int:
-    written[0], written[1] = divmod(time.monotonic_ns(), 10**9)
-    return 0
-
-
-@cache
-def started_threads() -> Threads:
-    """Threads that start with each call and end with it."""
-    address = ctypes.cast(_run_on_started_threads, ctypes.c_void_p).value
-    assert address is not None
-    return Threads(address, lambda: 1)
-
-
-@_PARALLEL
-def _run_on_started_threads(body: int, data: int, num_threads: int, flags: int) -> None:
-    run = _BODY(body)
-    others = []
-    # If the system gives no more threads, this one does their parts.
-    with contextlib.suppress(RuntimeError):
-        for _ in range(num_threads - 1):
-            thread = threading.Thread(target=run, args=(data,))
-            thread.start()
-            others.append(thread)
-    run(data)
-    for thread in others:
-        thread.join()
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
