@@ -140,11 +140,10 @@ class FusedDecode:
 def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, KnownModel | str]:
     """Note what a model is, and recognise it; return the reason if its steps cannot run in one call."""
     snapshot = Snapshot(decoder)
-    if (other := snapshot.foreign) is not None:
-        where = f"{other.__qualname__} of {other.__code__.co_filename}"
-        return snapshot, f"it calls {where}, which is neither torch's nor transformers' nor its own"
     try:
         known = known_model(decoder)
+        if (other := snapshot.foreign) is not None:
+            raise unknown_step(known.name, f"it calls {other.__qualname__} of {other.__code__.co_filename}")
         require_alike(known, decoder)
     except UnknownStepError as error:
         return snapshot, error.why

@@ -225,7 +225,6 @@ def _unknown_parts(decoder: Any) -> Iterator[str]:
         yield f"it has layers of {' and '.join(sorted(types))}"
     yield from _unknown_forms("model", [decoder])
     layers = _layers(decoder)
-    yield from _code_of_others([decoder.norm, *(module for layer in layers for module in layer.modules())])
     yield from _unknown_forms("decoder layer", layers)
     yield from _unknown_forms("attention", [layer.self_attn for layer in layers])
     yield from _unknown_forms("MLP", [layer.mlp for layer in layers])
@@ -236,6 +235,7 @@ def _unknown_parts(decoder: Any) -> Iterator[str]:
             yield f"{name} has an unknown form, {form_digest(space[name])}"
         if name not in KNOWN_FORMS and space[name] is not ALL_ATTENTION_FUNCTIONS:
             yield "it has attention functions of its own"
+    yield from _code_of_others([decoder.norm, *(module for layer in layers for module in layer.modules())])
 
 
 def _unknown_forms(part: str, modules: Iterable[nn.Module]) -> Iterator[str]:
