@@ -3,7 +3,7 @@
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
 from .contents import Contents, MemoryReport
 from .hybrid_cache import HybridCache, contents_of, fill_from_file
-from .whole_step import WholeSteps
+from .whole_step import WholeSteps, is_unaltered
 
 __all__ = [
     "Contents",
@@ -16,4 +16,5 @@ __all__ = [
     "WholeSteps",
     "contents_of",
     "fill_from_file",
+    "is_unaltered",
 ]

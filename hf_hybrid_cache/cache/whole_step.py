@@ -11,6 +11,12 @@ from ..storage import Store, mean_squares
 from .hybrid_cache import HybridCache
 
 
+def is_unaltered(cache_or_layer: object) -> bool:
+    """Return whether a cache, or a layer of one, takes states as this package does: nobody else has its `update`."""
+    kind = type(cache_or_layer)
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0] and "update" not in vars(cache_or_layer)
+
+
 class WholeSteps:
     """
     Steps of one token, of which a kernel writes keys and values to all layers. They keep nothing of the cache alive.
@@ -30,7 +36,7 @@ class WholeSteps:
     def __init__(self, cache: HybridCache, indices: Sequence[int]):
         self._cache, self._indices = weakref.ref(cache), indices
         layers = [cache.layers[index] for index in indices if index < len(cache.layers)]
-        ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
+        ours = [layer for layer in layers if isinstance(layer, HybridLayer) and is_unaltered(layer)]
         stores = [store for layer in ours if (store := layer.store_in_place()) is not None]
         self.num_left, self.why_none = 0, ""
         if len(ours) < len(indices):

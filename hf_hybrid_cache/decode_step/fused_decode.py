@@ -4,15 +4,18 @@ import contextlib
 import inspect
 import weakref
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import output_capturing
 
-from ..cache import HybridCache
+from ..cache import HybridCache, is_unaltered
 from ..cache_argument import cache_argument, passed_cache
 from .known_models import KnownModel, UnknownStepError, is_own_forward, known_model, unknown_step
+from .snapshot import Snapshot
 from .step_plan import StepPlan
 from .trial import require_alike
 
@@ -21,6 +24,18 @@ MOST_ROWS = 8
 # Arguments of a step, and those that only another pass has as `False`.
 _TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_params"}
 _OFF = {"use_cache", "return_dict"}
+# What some models around a decoder hand on to it, although only their output head uses it.
+_OF_HEAD = {"logits_to_keep"}
+
+
+@dataclass
+class _Recognised:
+    """A model as it was at one time: how its steps run in one call, or why they do not."""
+
+    snapshot: Snapshot
+    known: KnownModel | str
+    # A plan has memory for one step. A thread takes it out, and another one meanwhile makes one for itself.
+    plans: list[StepPlan] = field(default_factory=list)
 
 
 class FusedDecode:
@@ -35,21 +50,14 @@ class FusedDecode:
     """
 
     def __init__(self, decoder: PreTrainedModel):
+        # At most one. It refers to the weights, which are to go with the model, whoever still has this object.
+        recognised: list[_Recognised] = []
+        self._recognised = recognised
         # A model that refers to itself would stay in memory until Python looks for such circles.
-        self._decoder = weakref.ref(decoder)
+        self._decoder = weakref.ref(decoder, lambda _: recognised.clear())
         self._is_on = True
-        # A plan has memory for one step. A thread takes it out, and another one meanwhile makes one for itself.
-        self._plans: list[StepPlan] = []
         self.fused_steps = 0
         self.other_passes: Counter[str] = Counter()
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Recognise the model anew at the next step."""
-        self._plans.clear()
-        self._known: KnownModel | None = None
-        self._is_tried = False
-        self._unknown: tuple[Any, str] | None = None  # where the weights were, and what was wrong then
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -74,7 +82,7 @@ class FusedDecode:
     def undo(self) -> None:
         """Let the model's own forward run all steps again."""
         self._is_on = False
-        self.look_again()
+        self._recognised.clear()
         decoder = self._decoder()
         if decoder is not None and vars(decoder).get("forward") is self:
             del decoder.forward
@@ -91,57 +99,55 @@ class FusedDecode:
         self.other_passes[out] += 1
         return type(decoder).forward(decoder, *args, **kwargs)
 
-    def require_known(self) -> None:
-        """
-        Recognise the model, and try two layers.
-
-        Raises:
-            UnknownStepError: see `fuse_decode`.
-        """
-        decoder = self._decoder()
-        assert decoder is not None
-        if self._known is None:
-            self._known = known_model(decoder)
-        if not self._is_tried and self._known.guard.broken() is None:
-            require_alike(self._known, decoder)
-            self._is_tried = True
+    def recognise(self, decoder: PreTrainedModel) -> _Recognised:
+        """Return what the model is now; it is looked at anew, and some layers are tried, if anything was changed."""
+        for recognised in self._recognised:
+            if recognised.snapshot.holds(decoder):
+                return recognised
+        self._recognised.clear()  # before what it has replaced is needed twice
+        recognised = _Recognised(*_recognise(decoder))
+        self._recognised[:] = [recognised]
+        return recognised
 
     def _run(self, decoder: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run a step; return the output of the model, or the reason why its own forward has to run."""
         cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
-        if args or (tokens is None) == (states is None):
-            return "the arguments are not those of a step"
-        if not isinstance(cache, HybridCache):
-            return "the cache is not of this package"
         given_as: Any = states if tokens is None else tokens
+        if args or (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
+            return "the arguments are not those of a step"
+        if not isinstance(cache, HybridCache) or not is_unaltered(cache):
+            return "the cache is not of this package"
         rows, length, *_ = given_as.shape
         if length != 1:
             return "several tokens come at once"
         if rows > MOST_ROWS:
             return f"there are more than {MOST_ROWS} sequences"
-        plan: Any = _why_other(decoder, given) or self._planned(decoder, rows)
-        if isinstance(plan, str):
-            return plan
+        if why_other := _why_other(decoder, given):
+            return why_other
+        recognised = self.recognise(decoder)
+        if isinstance(recognised.known, str):
+            return recognised.known
+        plan = None
+        with contextlib.suppress(IndexError):
+            plan = recognised.plans.pop()
+        if plan is None or plan.rows != rows:
+            plan = StepPlan(recognised.known, rows)
         out = _step(plan, decoder, cache, given)
-        self._plans[:] = [plan]
+        recognised.plans[:] = [plan]
         return out
 
-    def _planned(self, decoder: PreTrainedModel, rows: int) -> StepPlan | str:
-        """Return a plan for a step, to be put back; or why there is none."""
-        if self._unknown is not None and self._unknown[0] == (decoder.device, decoder.dtype):
-            return self._unknown[1]
-        try:
-            self.require_known()
-            assert self._known is not None
-            if (broken := self._known.guard.broken()) is not None:
-                return broken
-            plan = None
-            with contextlib.suppress(IndexError):
-                plan = self._plans.pop()
-            return plan if plan is not None and plan.fits(rows) else StepPlan(self._known, rows)
-        except UnknownStepError as error:
-            self._known, self._unknown = None, ((decoder.device, decoder.dtype), str(error))
-            return str(error)
+
+def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, KnownModel | str]:
+    """Note what a model is, and recognise it; return the reason if its steps cannot run in one call."""
+    snapshot = Snapshot(decoder)
+    try:
+        known = known_model(decoder)
+        if (other := snapshot.foreign) is not None:
+            raise unknown_step(known.name, f"it calls {other.__qualname__} of {other.__code__.co_filename}")
+        require_alike(known, decoder)
+    except UnknownStepError as error:
+        return snapshot, error.why
+    return snapshot, known
 
 
 def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any]) -> Any:
@@ -152,11 +158,12 @@ def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any
     if not _sees_all(given.get("attention_mask"), plan.rows, num_tokens + 1):
         return "a mask hides tokens"
     states = decoder.get_input_embeddings()(given["input_ids"]) if states is None else states
-    if states.dtype != plan.dtype or states.device.type != "cpu":
-        return f"hidden states are {states.dtype} on {states.device}"
     positions = given.get("position_ids")
     positions = torch.full((1, 1), num_tokens) if positions is None else positions
-    out = plan.run(states, *decoder.rotary_emb(states, position_ids=positions))
+    angles = decoder.rotary_emb(states, position_ids=positions)
+    if why_not := plan.unfit(states, *angles):
+        return why_not
+    out = plan.run(states, *angles)
     return BaseModelOutputWithPast(last_hidden_state=out, **cache_argument(cache))
 
 
@@ -169,13 +176,15 @@ def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
         return "autocast is on"
     if config.output_attentions or config.output_hidden_states:
         return "hidden states or attentions are asked for"
+    if output_capturing._active_collector.get():
+        return "outputs of modules are collected"
     if not getattr(config, "return_dict", True):
         return "config.return_dict is False"
     for name, value in given.items():
         if name in _OFF:
             if value is False:
                 return f"{name}=False is given"
-        elif name not in _TAKEN and value is not None and value is not False:
+        elif name not in _TAKEN | _OF_HEAD and value is not None and value is not False:
             return f"{name} is given"
     return ""
 
@@ -210,16 +219,17 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
         >>> model.generate(**inputs, cache=cache)
         >>> print(fused)
     """
-    fused = fuse_where_known(model)
-    if not is_fused(model):
-        why = "the forward of the model was replaced, as accelerate does it; load the model without device_map"
-        raise unknown_step(type(model.get_decoder()).__name__, why)
+    fused, decoder = fuse_where_known(model), model.get_decoder()
+    why: Any = "the forward of the model was replaced, as accelerate does it; load the model without device_map"
     try:
-        fused.look_again()
-        fused.require_known()
+        if is_fused(model):
+            why = fused.recognise(decoder).known
     except BaseException:
         fused.undo()
         raise
+    if isinstance(why, str):
+        fused.undo()
+        raise unknown_step(type(decoder).__name__, why)
     return fused
 
 

@@ -2,7 +2,7 @@
 Models whose decode step can run in one call, recognised by the source of their modules.
 
 A model is known if the syntax trees of its forward methods and rotary functions are those of a listed form; names of
-families and versions of transformers do not matter. A guard tells later whether its modules are still the same.
+families and versions of transformers do not matter.
 """
 
 import ast
@@ -19,11 +19,14 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..errors import HybridCacheError
+from ..kernels import LANES
 from ..weights.quantized_weight import HostWeight, QuantizedWeight
+from .snapshot import REGISTRIES
 
 # What has a forward, or which function -> digest of its source, see `form_digest` -> whose it is; of two, the second is
 # that of transformers 5.24, of one, that of 5.17 too.
@@ -51,10 +54,27 @@ KNOWN_FORMS = {
 _LEFT_OUT = {"annotation", "ctx", "decorator_list", "kind", "returns", "type_comment", "type_params"}
 # Those of the backward pass do nothing where no gradients are recorded.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Sizes of hidden states, of all heads, of all KV heads and of gates, by projection: its rows and columns.
+_SIZES = {
+    "q": ("heads", "hidden"),
+    "k": ("kv_heads", "hidden"),
+    "v": ("kv_heads", "hidden"),
+    "o": ("hidden", "heads"),
+    "gate": ("gates", "hidden"),
+    "up": ("gates", "hidden"),
+    "down": ("hidden", "gates"),
+}
 
 
 class UnknownStepError(HybridCacheError, ValueError):
-    """A model's decode step is not of a form that can run in one call."""
+    """
+    A model's decode step is not of a form that can run in one call.
+
+    Attributes:
+        why: the reason alone.
+    """
+
+    why = ""
 
 
 @dataclass(frozen=True)
@@ -63,17 +83,14 @@ class KnownLayer:
     One decoder layer of a known model: its modules, whose weights may be replaced.
 
     Attributes:
-        epsilon: of `input_norm` and `post_norm`.
         q_norm: norm of each query head, or `None`.
         k_norm: norm of each key head, or `None`.
-        head_epsilon: of `q_norm` and `k_norm`; 0 without them.
         is_rotated: whether queries and keys get the rotary embedding.
         index: of the layer in the cache.
     """
 
     input_norm: nn.Module
     post_norm: nn.Module
-    epsilon: float
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
@@ -83,7 +100,6 @@ class KnownLayer:
     down: nn.Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    head_epsilon: float
     is_rotated: bool
     index: int
 
@@ -105,9 +121,8 @@ class KnownModel:
 
     Attributes:
         name: of the class of the decoder, without the output head.
-        epsilon: of `norm`.
+        epsilon: of all norms.
         scale: by which scores are multiplied.
-        guard: tells whether the model's modules are still the same.
     """
 
     name: str
@@ -118,106 +133,49 @@ class KnownModel:
     num_kv_heads: int
     head_dim: int
     scale: float
-    guard: "Guard"
 
 
-def known_model(model: PreTrainedModel) -> KnownModel:
+def known_model(decoder: Any) -> KnownModel:
     """
-    Recognise a model.
+    Recognise a decoder, a model without its output head.
 
-    Args:
-        model: a decoder, or a model around one, such as a causal language model.
+    Projections have to be plain or quantized matrices in host memory; queries, keys and values quantized alike, and so
+    gate and up. Norms and biases are plain. All are of one dtype, float32 or bfloat16. Nobody else's code may run.
 
     Raises:
-        UnknownStepError: the model is of no known form, or has weights that `require_weights` refuses.
+        UnknownStepError: it is of no known form, or has weights that a step cannot use.
     """
-    decoder: Any = model.get_decoder()
-    _raise_first(_unknown_parts(decoder), type(decoder).__name__)
-    modules = _layers(decoder)
-    layers, attention = tuple(map(_known_layer, modules)), modules[0].self_attn
-    _raise_first(_unknown_settings(decoder, modules, layers), type(decoder).__name__)
-    known = KnownModel(
-        name=type(decoder).__name__,
-        layers=layers,
-        norm=decoder.norm,
-        epsilon=decoder.norm.variance_epsilon,
-        num_heads=layers[0].q.out_features // attention.head_dim,
-        num_kv_heads=layers[0].k.out_features // attention.head_dim,
-        head_dim=attention.head_dim,
-        scale=attention.scaling,
-        guard=Guard(decoder),
-    )
-    require_weights(known)
+    name = type(decoder).__name__
+    try:
+        _raise_first(_unknown_parts(decoder), name)
+        modules = _layers(decoder)
+        layers, attention = tuple(map(_known_layer, modules)), modules[0].self_attn
+        known = KnownModel(
+            name=name,
+            layers=layers,
+            norm=decoder.norm,
+            epsilon=decoder.norm.variance_epsilon,
+            num_heads=layers[0].q.out_features // attention.head_dim,
+            num_kv_heads=layers[0].k.out_features // attention.head_dim,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+        )
+        _raise_first(_unknown_settings(decoder, modules, known), name)
+        _raise_first(_unfit_weights(known), name)
+    except AttributeError as error:
+        raise unknown_step(name, str(error)) from error
     return known
-
-
-def require_weights(known: KnownModel) -> None:
-    """
-    Check that the weights which a model has now can be used.
-
-    Projections are plain or quantized matrices in host memory; queries, keys and values are quantized alike, and so
-    are gate and up. Norms and biases are plain. All are of one dtype, float32 or bfloat16.
-
-    Raises:
-        UnknownStepError: they cannot.
-    """
-    _raise_first(_unfit_weights(known), known.name)
 
 
 def form_digest(function: Any) -> str:
     """Digest of the source of a function, without decorators of transformers, docstring and annotations."""
     try:
         # Of the code: the source of a function is that of the one which it wraps.
-        source = inspect.getsource(_undecorated(function).__code__)
+        source = inspect.getsource(undecorated(function).__code__)
         tree = ast.parse(textwrap.dedent(source)).body[0]
     except (AttributeError, OSError, SyntaxError):
         return "without source"
     return hashlib.blake2b(_form(tree).encode(), digest_size=6).hexdigest()
-
-
-class Guard:
-    """Tells whether the modules of a known model still are what they were."""
-
-    def __init__(self, decoder: Any):
-        layers = _layers(decoder)
-        self._functions = [(space, name, space[name]) for space, name in _functions(layers[0])]
-        modules = [decoder.norm, *(module for layer in layers for module in layer.modules())]
-        # Not the decoder itself: its own attribute would keep it alive.
-        self._of_decoder, self._config = decoder._modules, decoder.config
-        self._parts, self._num_layers = (decoder.layers, decoder.norm), len(layers)
-        self._modules, self._types, self._attributes = modules, list(map(type, modules)), list(map(vars, modules))
-        self._children = [(each._modules, {**each._modules}) for each in (decoder.layers, *modules) if each._modules]
-        kinds: set[Any] = {type(decoder), *self._types}
-        self._classes = [(kind, kind.forward, kind.__call__) for kind in kinds]
-        self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
-        self._hooks += [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
-
-    def broken(self) -> str | None:
-        """Return why the model's own forward has to run, or `None`."""
-        for hooks in filter(None, self._hooks):
-            # Once outputs were asked for, transformers' hooks stay, and do nothing while none are collected.
-            if any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks.values()):
-                return "a module has hooks"
-            if output_capturing._active_collector.get():
-                return "outputs of modules are collected"
-        for attributes in self._attributes:
-            if "forward" in attributes and not is_own_forward(attributes["forward"], attributes):
-                return "the forward of a module was replaced"
-            if attributes["training"]:
-                return "a module is in training mode"
-        parts = self._of_decoder["layers"], self._of_decoder["norm"]
-        is_same = parts == self._parts and list(map(type, self._modules)) == self._types
-        if not is_same or any(children != noted for children, noted in self._children):
-            return "a module was replaced"
-        for kind, forward, call in self._classes:
-            if kind.forward is not forward or kind.__call__ is not call:
-                return f"{kind.__name__} was patched"
-        for space, name, value in self._functions:
-            if space.get(name) is not value:
-                return f"{name} was patched"
-        if self._config.num_hidden_layers != self._num_layers:
-            return "the number of layers was changed"
-        return _other_attention(self._config)
 
 
 def is_own_forward(forward: Any, attributes: Mapping[str, Any]) -> bool:
@@ -229,7 +187,9 @@ def is_own_forward(forward: Any, attributes: Mapping[str, Any]) -> bool:
 
 def unknown_step(name: str, why: str) -> UnknownStepError:
     """Return the error that a decoder's step cannot run in one call."""
-    return UnknownStepError(f"A decode step of {name} cannot run in one call: {why}. Its own forward goes on.")
+    error = UnknownStepError(f"A decode step of {name} cannot run in one call: {why}. Its own forward goes on.")
+    error.why = why
+    return error
 
 
 def _raise_first(reasons: Iterator[str], name: str) -> None:
@@ -244,17 +204,15 @@ def _layers(decoder: Any) -> list[Any]:
 
 def _known_layer(layer: Any) -> KnownLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    names = _undecorated(type(attention).forward).__code__.co_names
+    names = undecorated(type(attention).forward).__code__.co_names
     has_head_norms = "q_norm" in names
     return KnownLayer(
         input_norm=layer.input_layernorm,
         post_norm=layer.post_attention_layernorm,
-        epsilon=layer.input_layernorm.variance_epsilon,
         **{name: getattr(attention, f"{name}_proj") for name in ("q", "k", "v", "o")},
         **{name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")},
         q_norm=attention.q_norm if has_head_norms else None,
         k_norm=attention.k_norm if has_head_norms else None,
-        head_epsilon=attention.q_norm.variance_epsilon if has_head_norms else 0.0,
         is_rotated="use_rope" not in names or bool(attention.use_rope),
         index=attention.layer_idx,
     )
@@ -277,6 +235,7 @@ def _unknown_parts(decoder: Any) -> Iterator[str]:
             yield f"{name} has an unknown form, {form_digest(space[name])}"
         if name not in KNOWN_FORMS and space[name] is not ALL_ATTENTION_FUNCTIONS:
             yield "it has attention functions of its own"
+    yield from _code_of_others([decoder.norm, *(module for layer in layers for module in layer.modules())])
 
 
 def _unknown_forms(part: str, modules: Iterable[nn.Module]) -> Iterator[str]:
@@ -288,10 +247,30 @@ def _unknown_forms(part: str, modules: Iterable[nn.Module]) -> Iterator[str]:
         yield f"it has {len(kinds)} kinds of {part}"
 
 
-def _unknown_settings(decoder: PreTrainedModel, modules: list[Any], layers: tuple[KnownLayer, ...]) -> Iterator[str]:
+def _code_of_others(modules: list[nn.Module]) -> Iterator[str]:
+    """What runs in modules beside their forward, or changes it."""
+    hooks = [getattr(module, name) for module in modules for name in _HOOKS]
+    hooks += [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
+    # Once outputs were asked for, transformers' hooks stay, and do nothing while none are collected.
+    if any(getattr(hook, "__module__", None) != output_capturing.__name__ for each in hooks for hook in each.values()):
+        yield "a module has hooks"
+    for attributes in map(vars, modules):
+        if "forward" in attributes and not is_own_forward(attributes["forward"], attributes):
+            yield "the forward of a module was replaced"
+        if attributes["training"]:
+            yield "a module is in training mode"
+
+
+def _unknown_settings(decoder: PreTrainedModel, modules: list[Any], known: KnownModel) -> Iterator[str]:
     """Settings and kinds of modules that are not supported."""
-    yield from filter(None, [_other_attention(decoder.config)])
-    for module, layer in zip(modules, layers, strict=True):
+    name = decoder.config._attn_implementation
+    if name != "sdpa":
+        yield f"its attention is {name!r}, not 'sdpa'"
+    if [registry[name] for registry in REGISTRIES] != [sdpa_attention_forward, sdpa_mask]:
+        yield "a function of 'sdpa' was replaced"
+    if [layer.index for layer in known.layers] != [*range(len(modules))]:
+        yield f"its layers have the numbers {', '.join(str(layer.index) for layer in known.layers)}"
+    for module, layer in zip(modules, known.layers, strict=True):
         attention, activation = module.self_attn, module.mlp.act_fn
         window = getattr(attention if hasattr(attention, "sliding_window") else decoder.config, "sliding_window", None)
         if window is not None:
@@ -307,29 +286,20 @@ def _unknown_settings(decoder: PreTrainedModel, modules: list[Any], layers: tupl
                 yield f"{name} of layer {layer.index} has an adapter; merge it first, with model.merge_and_unload()"
             if type(projection) is not nn.Linear:
                 yield f"{name} of layer {layer.index} is {type(projection).__name__}, not Linear"
-    sizes = {tuple((each.in_features, each.out_features) for each in layer.projections.values()) for layer in layers}
-    if len(sizes) > 1 or len({(module.self_attn.head_dim, module.self_attn.scaling) for module in modules}) > 1:
-        yield "its layers are not of one size"
-
-
-def _other_attention(config: Any) -> str | None:
-    """Return why the attention of a model is not transformers' with torch, or `None`."""
-    name = config._attn_implementation
-    if name != "sdpa":
-        return f"its attention is {name!r}, not 'sdpa'"
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return "the function of 'sdpa' was replaced"
-    return None
+        if (attention.head_dim, attention.scaling) != (known.head_dim, known.scale):
+            yield "its layers differ in the size of heads, or in the scale of their scores"
+        if any(norm.variance_epsilon != known.epsilon for norm in layer.norms):
+            yield "its norms have several epsilons"
 
 
 def _functions(layer: Any) -> list[tuple[dict[str, Any], str]]:
     """Global names that the attention of a layer uses, each with its namespace."""
-    space = _undecorated(type(layer.self_attn).forward).__globals__
-    inner = getattr(_undecorated(space["apply_rotary_pos_emb"]), "__globals__", space)
+    space = undecorated(type(layer.self_attn).forward).__globals__
+    inner = getattr(undecorated(space["apply_rotary_pos_emb"]), "__globals__", space)
     return [(space, "ALL_ATTENTION_FUNCTIONS"), (space, "apply_rotary_pos_emb"), (inner, "rotate_half")]
 
 
-def _undecorated(function: Any) -> Any:
+def undecorated(function: Any) -> Any:
     """A function without the decorators of transformers."""
     while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("transformers."):
         function = function.__wrapped__
@@ -352,32 +322,40 @@ def _form(part: Any) -> str:
 
 def _unfit_weights(known: KnownModel) -> Iterator[str]:
     first: Any = known.norm.weight
-    device, dtype = first.device, first.dtype
+    device, dtype, dim = first.device, first.dtype, known.head_dim
     if dtype not in (torch.float32, torch.bfloat16):
         yield f"it is in {dtype}, not in torch.float32 or torch.bfloat16"
     if device.type != "cpu":
         yield f"its weights are on {device}, not in host memory"
+    sizes = {"hidden": first.numel(), "heads": known.num_heads * dim, "kv_heads": known.num_kv_heads * dim}
+    if not _is_plain(first, (sizes["hidden"],), dtype) or known.num_heads % known.num_kv_heads:
+        yield "its heads or its last norm have another size"
     for layer in known.layers:
         where, projections = f"of layer {layer.index}", layer.projections
-        biases = [projection.bias for projection in projections.values() if projection.bias is not None]
-        plain = [first, *(norm.weight for norm in layer.norms), *biases]
-        if not all(_is_plain(weight, dtype) for weight in plain):
-            yield f"a norm or a bias {where} is no plain tensor of {dtype} in host memory"
+        sizes["gates"] = layer.gate.out_features
+        for name, size in {"hidden states": sizes["hidden"], "heads": dim, "gates": sizes["gates"]}.items():
+            if size % LANES:
+                yield f"the size of its {name} is no multiple of {LANES}"
+        head_norms = [(norm.weight, (dim,)) for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        norms = [(norm.weight, (sizes["hidden"],)) for norm in (layer.input_norm, layer.post_norm)]
+        biases = [(each.bias, (sizes[_SIZES[name][0]],)) for name, each in projections.items() if each.bias is not None]
+        if not all(_is_plain(weight, shape, dtype) for weight, shape in (*norms, *head_norms, *biases)):
+            yield f"a norm or a bias {where} is no plain tensor of {dtype} in host memory, or has another size"
         widths: dict[str, tuple[int, int] | None] = {}
         for name, projection in projections.items():
-            weight: Any = projection.weight
+            weight, shape = projection.weight, tuple(sizes[size] for size in _SIZES[name])
             if isinstance(weight, QuantizedWeight):
                 widths[name] = (weight.matrices.layout.bits, weight.matrices.layout.group)
                 is_fit = weight.dtype == dtype and not weight.is_stacked and not weight.is_transposed
             else:
-                widths[name], is_fit = None, _is_plain(weight, dtype)
-            if not is_fit or weight.shape != (projection.out_features, projection.in_features):
-                yield f"{name} {where} is neither a plain nor a quantized matrix of {dtype} in host memory"
+                widths[name], is_fit = None, _is_plain(weight, shape, dtype)
+            if not is_fit or weight.shape != shape:
+                yield f"{name} {where} is neither a plain nor a quantized matrix of {dtype} and {shape} in host memory"
         for names in (("q", "k", "v"), ("gate", "up")):
             if len({widths[name] for name in names}) > 1:
                 yield f"{', '.join(names)} {where} are not quantized alike"
 
 
-def _is_plain(weight: Any, dtype: torch.dtype) -> bool:
-    is_tensor = type(weight) in (nn.Parameter, HostWeight)
-    return is_tensor and weight.dtype == dtype and weight.device.type == "cpu" and weight.is_contiguous()
+def _is_plain(weight: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    is_tensor = type(weight) in (nn.Parameter, HostWeight) and (weight.dtype, weight.shape) == (dtype, shape)
+    return is_tensor and weight.device.type == "cpu" and weight.is_contiguous()

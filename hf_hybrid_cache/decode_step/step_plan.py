@@ -7,10 +7,10 @@ from torch import nn
 
 from ..attention import blocks_of
 from ..cache import HybridCache, WholeSteps
-from ..kernels import LANES, LayerBlocks, LayerWeights, Products, Projection, Shape, States, StepMemory
+from ..kernels import LayerBlocks, LayerWeights, Products, Projection, Shape, States, StepMemory
 from ..storage import KVShape
 from ..weights import QuantizedWeight
-from .known_models import KnownLayer, KnownModel, require_weights, unknown_step
+from .known_models import KnownLayer, KnownModel
 
 
 class StepPlan:
@@ -18,43 +18,30 @@ class StepPlan:
     The step of a model for a number of sequences.
 
     Args:
-        known: the model.
+        known: the model, whose weights stay where they are.
         rows: sequences.
-
-    Raises:
-        UnknownStepError: the step cannot run with its weights.
     """
 
     def __init__(self, known: KnownModel, rows: int):
-        require_weights(known)
-        _require_whole_vectors(known)
         self.rows = rows
         norm: Any = known.norm.weight
         self.dtype: torch.dtype = norm.dtype
-        # Every tensor that the kernel reads, with the dictionary that its module keeps it in, and its address.
-        self._weights: list[tuple[dict[str, Any], str, Any, int]] = []
         heads = known.num_kv_heads, known.num_heads // known.num_kv_heads
         shape, dim = Shape(rows, *heads, 1, known.head_dim, known.head_dim), known.head_dim
         self._kv_shape = KVShape(rows, known.num_kv_heads, dim, dim, self.dtype, self.dtype, norm.device)
         with torch.inference_mode(False):
             self._states, self._out = (torch.empty(rows, 1, norm.numel(), dtype=self.dtype) for _ in range(2))
             self._cosines, self._sines = (torch.empty(rows, 1, known.head_dim, dtype=self.dtype) for _ in range(2))
+            self._angles = self._cosines.shape, (1, *self._cosines.shape[1:])
             of_layer = rows, known.num_heads, 1, known.head_dim
             self._queries = torch.empty(len(known.layers), *of_layer, dtype=self.dtype)
         tensors = self._states, self._queries, self._out, self._cosines, self._sines
         self._memory = StepMemory(
-            [self._weights_of(layer) for layer in known.layers], self._address(known.norm), known.epsilon, shape,
+            [_weights_of(layer) for layer in known.layers], _address(known.norm), known.epsilon, shape,
             known.scale, self.dtype == torch.bfloat16, States(*(each.data_ptr() for each in tensors)),
         )  # fmt: skip
         self._indices = [layer.index for layer in known.layers]
         self._steps: WholeSteps | None = None
-
-    def fits(self, rows: int) -> bool:
-        """Return whether a step has so many rows, and the model the weights of before, in the same memory."""
-        return rows == self.rows and all(
-            held[name] is tensor and (not address or tensor.data_ptr() == address)
-            for held, name, tensor, address in self._weights
-        )
 
     def take(self, cache: HybridCache) -> str:
         """
@@ -82,6 +69,14 @@ class StepPlan:
         assert self._steps is not None
         return self._steps.num_tokens
 
+    def unfit(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> str:
+        """Return why `run` cannot take these, or an empty string."""
+        if (states.dtype, states.shape, states.device) != (self.dtype, self._states.shape, self._states.device):
+            return f"hidden states are {tuple(states.shape)} of {states.dtype} on {states.device}"
+        if any(each.shape not in self._angles for each in (cosines, sines)):
+            return f"angles of positions are {tuple(cosines.shape)}"
+        return ""
+
     def run(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         """
         Run the step over the cache that was taken.
@@ -107,46 +102,32 @@ class StepPlan:
         self._steps = steps
         return self._out.clone()
 
-    def _weights_of(self, layer: KnownLayer) -> LayerWeights:
-        return LayerWeights(
-            self._address(layer.input_norm),
-            self._address(layer.post_norm),
-            layer.epsilon,
-            0 if layer.q_norm is None else self._address(layer.q_norm),
-            0 if layer.k_norm is None else self._address(layer.k_norm),
-            layer.head_epsilon,
-            layer.is_rotated,
-            [self._projection(module) for module in layer.projections.values()],
-        )
 
-    def _projection(self, module: nn.Linear) -> Projection:
-        weight: Any = module.weight
-        bias = 0 if module.bias is None else self._address(module, "bias")
-        if isinstance(weight, QuantizedWeight):
-            self._weights.append((module._parameters, "weight", weight, 0))
-            assert weight.which is not None
-            return Projection(weight.matrices.products, weight.which, bias)
-        rows, columns = weight.shape
-        of_plain = Products.of_numbers(self._address(module), 1, rows, columns, weight.dtype == torch.bfloat16)
-        return Projection(of_plain, 0, bias)
-
-    def _address(self, module: nn.Module, name: str = "weight") -> int:
-        """Return the address of a parameter, and note it."""
-        tensor: Any = module._parameters[name]
-        address: int = tensor.data_ptr()
-        self._weights.append((module._parameters, name, tensor, address))
-        return address
+def _weights_of(layer: KnownLayer) -> LayerWeights:
+    return LayerWeights(
+        _address(layer.input_norm),
+        _address(layer.post_norm),
+        _address(layer.q_norm),
+        _address(layer.k_norm),
+        layer.is_rotated,
+        [*map(_projection, layer.projections.values())],
+    )
 
 
-def _require_whole_vectors(known: KnownModel) -> None:
-    sizes = {
-        "hidden states": known.layers[0].q.in_features,
-        "heads": known.head_dim,
-        "gates": known.layers[0].gate.out_features,
-    }
-    for name, size in sizes.items():
-        if size % LANES:
-            raise unknown_step(known.name, f"the size of its {name} is no multiple of {LANES}")
+def _projection(module: nn.Linear) -> Projection:
+    weight: Any = module.weight
+    bias = 0 if module.bias is None else module.bias.data_ptr()
+    if isinstance(weight, QuantizedWeight):
+        assert weight.which is not None
+        return Projection(weight.matrices.products, weight.which, bias)
+    rows, columns = weight.shape
+    of_plain = Products.of_numbers(weight.data_ptr(), 1, rows, columns, weight.dtype == torch.bfloat16)
+    return Projection(of_plain, 0, bias)
+
+
+def _address(norm: nn.Module | None) -> int:
+    weight: Any = None if norm is None else norm.weight
+    return 0 if weight is None else weight.data_ptr()
 
 
 def _blocks_with_next(store: Any) -> LayerBlocks:

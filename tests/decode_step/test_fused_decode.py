@@ -241,14 +241,17 @@ def test_fusing_is_undone_at_the_end_of_a_block_and_once(llama: Any):
 
 def test_a_model_and_a_cache_are_freed_with_their_last_references():
     model = made_at_random()
-    fuse_decode(model)
+    fused = fuse_decode(model)
     cache = DynamicHybridCache(model.config)
     logits(model, cache)
     of_cache, of_model = weakref.ref(cache), weakref.ref(model.model)
+    of_weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     del cache
     assert of_cache() is None
     del model
     assert of_model() is None
+    assert of_weight() is None
+    assert fused.fused_steps == 3
 
 
 def test_callers_on_several_threads_get_their_own_tokens(llama: Any):

@@ -47,10 +47,8 @@ class LayerWeights(NamedTuple):
 
     input_norm: int
     post_norm: int
-    epsilon: float
     query_norm: int
     key_norm: int
-    head_epsilon: float
     is_rotated: bool
     projections: Sequence[Projection]
 
@@ -89,9 +87,9 @@ class StepMemory:
     A step of a model for a number of rows.
 
     Args:
-        layers: the weights, whose memory the caller keeps alive.
+        layers: the weights, whose memory the caller keeps alive. Layers may have gates of different widths.
         norm: address of the weight of the last norm.
-        epsilon: of it.
+        epsilon: of all norms.
         shape: of attention, one query of each sequence.
         scale: of the scores.
         is_bfloat16: whether the model's numbers are bfloat16, not float32.
@@ -115,8 +113,9 @@ class StepMemory:
             shape.num_kv_heads * shape.group,
         )
         all_weights = [each.products.weights for layer in layers for each in layer.projections]
-        widths = {name: each.rows for name, each in zip(PROJECTIONS, all_weights, strict=False)}
-        columns, gated = all_weights[0].columns, widths["gate"]
+        rows_of_layers = np.array([each.rows for each in all_weights]).reshape(len(layers), -1)
+        widths = dict(zip(PROJECTIONS, rows_of_layers.max(0).tolist(), strict=True))
+        columns, gated = all_weights[0].columns, rows_of_layers[:, PROJECTIONS.index("gate")]
         query_bytes = rows * widths.pop("q") * item
         widths |= {"normed": columns, "attended": num_heads * dim, "added": columns}
         sizes = {name: rows * width * item for name, width in widths.items()}
@@ -156,25 +155,28 @@ class StepMemory:
         together = ((0, 3), (3, 1), (4, 2), (6, 1))  # q, k and v; o; gate and up; down
         self._lists = np.array([[ProductList(each[first], count) for first, count in together] for each in product])
 
-        def norm_of(added: int, weight: int, epsilon: float, out: int, product: int) -> Norm:
-            return Norm(states.given, added, weight, bits_of_double(epsilon), columns, is_bfloat16, out, product)
+        epsilon_bits = bits_of_double(epsilon)
+
+        def norm_of(added: int, weight: int, out: int, product: int) -> Norm:
+            return Norm(states.given, added, weight, epsilon_bits, columns, is_bfloat16, out, product)
 
         norms = []
         for n, layer in enumerate(layers):
             added = at["added"] if n else 0
-            norms.append(norm_of(added, layer.input_norm, layer.epsilon, at["normed"], product[n, 0]))
-            norms.append(norm_of(at["added"], layer.post_norm, layer.epsilon, at["normed"], product[n, 4]))
-        self._norms = np.array([*norms, norm_of(at["added"], norm, epsilon, states.out, 0)])
+            norms.append(norm_of(added, layer.input_norm, at["normed"], product[n, 0]))
+            norms.append(norm_of(at["added"], layer.post_norm, at["normed"], product[n, 4]))
+        self._norms = np.array([*norms, norm_of(at["added"], norm, states.out, 0)])
         self._calls = np.zeros((len(layers), CALL_BYTES // 8), np.int64)
         self._heads = np.array([
             Heads(
                 self._queries[n], at["k"], at["v"], shape.num_kv_heads, shape.group, dim, is_bfloat16,
-                layer.query_norm, layer.key_norm, bits_of_double(layer.head_epsilon), layer.is_rotated, states.cosines,
-                states.sines, self._calls[n].ctypes.data, stored_key=0, stored_value=0,
+                layer.query_norm, layer.key_norm, epsilon_bits, layer.is_rotated, states.cosines, states.sines,
+                self._calls[n].ctypes.data, stored_key=0, stored_value=0,
             )
             for n, layer in enumerate(layers)
         ])  # fmt: skip
-        self._gates = np.array([Gate(at["gate"], at["up"], gated, is_bfloat16, each[6]) for each in product])
+        downs = zip(gated, product[:, 6], strict=True)
+        self._gates = np.array([Gate(at["gate"], at["up"], width, is_bfloat16, down) for width, down in downs])
         self._operations = self._listed(rows, rows * shape.num_kv_heads, is_bfloat16)
 
     def _listed(self, rows: int, heads: int, is_bfloat16: bool) -> Operations:

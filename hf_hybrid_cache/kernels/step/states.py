@@ -87,7 +87,9 @@ def scale_states(
 def normalize(states, added, weight, epsilon, columns, is_bfloat16, out):
     """Write the root mean square norm of states, once others are added to them, times a weight."""
     mean = add_up_squares(states, added, columns, is_bfloat16) / np.float32(columns)
-    scale_states(states, np.float32(1) / np.sqrt(mean + np.float32(epsilon)), weight, columns, is_bfloat16, out)
+    # Of a root's reciprocal LLVM makes an estimate, which is NaN where squares overflow and torch has zero.
+    factor = np.sqrt(np.float32(1) / (mean + np.float32(epsilon)))
+    scale_states(states, factor, weight, columns, is_bfloat16, out)
 
 
 @jit_function
