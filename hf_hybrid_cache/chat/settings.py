@@ -7,6 +7,8 @@ from ..errors import HybridCacheError
 
 # Bits of keys and values in a quantized cache.
 DEFAULT_BITS = 4
+# Of what logits are divided by or multiplied with: they stay finite.
+_LEAST, _MOST = 1e-10, 1e10
 
 
 class SettingError(HybridCacheError, ValueError):
@@ -46,8 +48,8 @@ class AnswerSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise SettingError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}.")
-        if not 0 <= self.temperature < float("inf"):
-            raise SettingError(f"temperature must be a number from 0 on, got {self.temperature}.")
+        if self.temperature and not _LEAST <= self.temperature <= _MOST:
+            raise SettingError(f"temperature must be 0, or from {_LEAST} to {_MOST:.0e}, got {self.temperature}.")
         for name in ("top_p", "top_k", "seed"):
             if getattr(self, name) is not None and not self.temperature:
                 raise SettingError(f"{name} is for sampling: give a temperature, such as 0.7, or drop it.")
@@ -55,8 +57,10 @@ class AnswerSettings:
             raise SettingError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
         if self.top_k is not None and self.top_k < 1:
             raise SettingError(f"top_k must be 1 or more, got {self.top_k}.")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            raise SettingError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+        if self.repetition_penalty is not None and not _LEAST <= self.repetition_penalty <= _MOST:
+            raise SettingError(
+                f"repetition_penalty must be from {_LEAST} to {_MOST:.0e}, got {self.repetition_penalty}."
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= (getattr(self, name) or 0) <= 2:
                 raise SettingError(f"{name} must be from -2 to 2, got {getattr(self, name)}.")

@@ -1,10 +1,15 @@
 """`hf-hybrid-cache serve`: answers to clients of OpenAI's API, from documents that are read once."""
 
 import contextlib
+import shutil
 import signal
 import socket
+import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -14,6 +19,8 @@ from .console import UsageError, consoles, exit_codes, note, write
 from .options import Answer, Cache, Model, Quiet, Store, option, with_options
 
 SERVER = "Server"
+# Of what is free on its disk, the share of a store that goes with the server.
+_SHARE = 4
 
 
 @with_options
@@ -60,12 +67,11 @@ def serve(
             raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
         from ..prefix_store import PrefixStore
         from ..serve.engine import Engine
+        from ..serve.protocol import Limits
         from .loading import compile_kernels, load_model
 
         say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
         prompts = store.open()
-        if prompts is None:
-            prompts = PrefixStore(stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-hybrid-cache-")))
         with socket.create_server((host, port), family=family) as listening:
             loaded = load_model(model, notes)
             compile_kernels(loaded.model, cache.name == "quantized", notes)
@@ -73,6 +79,9 @@ def serve(
             if api_key is None and not (at == "::1" or at.startswith("127.")):
                 say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")
             url = f"http://{f'[{at}]' if ':' in at else at}:{port}/v1"
+            if prompts is None:
+                folder = stack.enter_context(_temporary_folder())
+                prompts = PrefixStore(folder, max_bytes=shutil.disk_usage(folder).free // _SHARE)
             engine = Engine(
                 loaded.model,
                 loaded.tokenizer,
@@ -83,8 +92,39 @@ def serve(
                 bits=cache.bits,
                 cpu_decode=cache.decodes_on_cpu,
             )
-            server = Server(engine, model.name, answer.settings(), api_key, waiting)
+            server = Server(
+                engine,
+                model.name,
+                answer.settings(),
+                limits=Limits.of(loaded.model, loaded.tokenizer),
+                host=host,
+                api_key=api_key,
+                waiting=waiting,
+                leave=stack.close,
+            )
             write(out, f"{model.name} answers at {url}\n")
             server.run(sockets=[listening])
-        if server.signal == signal.SIGINT:
-            raise typer.Exit(130)
+        if server.signal not in (None, signal.SIGTERM):
+            raise typer.Exit(128 + server.signal)
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Make a folder that goes after the block, also if a signal ends it."""
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit)
+    folder = Path(tempfile.mkdtemp(prefix="hf-hybrid-cache-"))
+    try:
+        yield folder
+    finally:
+        # By another name nobody writes into it any more.
+        going = folder.with_name(f"{folder.name}-going")
+        with contextlib.suppress(OSError):
+            folder = folder.rename(going)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

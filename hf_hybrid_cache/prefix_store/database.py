@@ -9,6 +9,7 @@ a folder that cannot be written. A connection lives as long as a call.
 """
 
 import json
+import os
 import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ class DamagedDatabaseError(HybridCacheError, ValueError):
 @contextmanager
 def transaction(path: Path, lock_seconds: float, has_locks: bool, changes: bool) -> Iterator["Nodes"]:
     """Read the nodes as they are now, or change them while nobody else does; after an error they are as before."""
-    uri, folder = f"file:{quote(str(path))}?mode=rw{'' if has_locks else '&nolock=1'}", path.parent
+    uri, folder = f"file:{quote(os.fsencode(path))}?mode=rw{'' if has_locks else '&nolock=1'}", path.parent
     try:
         # A change of one thread is never that of another one.
         with closing(sqlite3.connect(uri, lock_seconds, isolation_level=None, uri=True)) as connection:

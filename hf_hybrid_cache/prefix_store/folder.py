@@ -183,8 +183,9 @@ class Folder:
     def entries(self) -> list[Entry]:
         """List the nodes, the one used last first."""
         nodes, descriptions = self._read(lambda nodes: (list(nodes.all()), nodes.descriptions()))
-        entries = [Entry(node, descriptions[node.id], self._files.last_use(node) / 1e9) for node in nodes]
-        return sorted((each for each in entries if each.last_use), key=lambda each: (-each.last_use, each.node.name))
+        times = [(node, self._files.last_use(node)) for node in nodes]
+        entries = [Entry(node, descriptions[node.id], time / 1e9) for node, time in times if time is not None]
+        return sorted(entries, key=lambda each: (-each.last_use, each.node.name))
 
     def keys(self, name: str) -> np.ndarray:
         """Return all keys of a prompt up to the end of a node, `[tokens]`; raise `NodeNotFoundError` if it is gone."""
@@ -347,7 +348,9 @@ class Folder:
         for node in by_id.values():
             if node.parent in num_children:
                 num_children[node.parent] += 1
-        waiting = [(self._files.last_use(by_id[each]), each) for each, number in num_children.items() if not number]
+        waiting = [
+            (self._files.last_use(by_id[each]) or 0, each) for each, number in num_children.items() if not number
+        ]
         heapify(waiting)
         while waiting:
             node = by_id[heappop(waiting)[1]]
@@ -357,7 +360,7 @@ class Folder:
             if node.parent in num_children:
                 num_children[node.parent] -= 1
                 if not num_children[node.parent]:
-                    heappush(waiting, (self._files.last_use(by_id[node.parent]), node.parent))
+                    heappush(waiting, (self._files.last_use(by_id[node.parent]) or 0, node.parent))
 
     def _delete(self, nodes: Nodes, going: Sequence[Node], by_force: bool = False) -> bool:
         """Remove nodes, each after those that continue it, up to the first one in use; return whether all are gone."""

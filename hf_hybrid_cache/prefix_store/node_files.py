@@ -99,11 +99,11 @@ class NodeFolder:
             return stat.S_ISREG(status.st_mode) and status.st_size == node.file_bytes
         return False
 
-    def last_use(self, node: Node) -> int:
-        """Return when a node was last used, in nanoseconds; 0 if it is gone."""
+    def last_use(self, node: Node) -> int | None:
+        """Return when a node was last used, in nanoseconds since the epoch; `None` if it is gone."""
         with contextlib.suppress(OSError):
             return os.lstat(self.path_of(node.name)).st_mtime_ns
-        return 0
+        return None
 
     def note_use(self, node: Node) -> None:
         """Note that a node is used now."""

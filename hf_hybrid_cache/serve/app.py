@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,15 +26,26 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..chat import AnswerSettings
 from .engine import Answered, Engine
-from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
+from .protocol import APIError, ChatRequest, Form, Limits, TextRequest, parsed
 
-# Of a request's body.
-_MOST_BYTES = 2**26
 # Seconds without a piece after which a client is told that none has come yet.
 _SILENCE = 5.0
+# A body has so many seconds, and one more for each of so many bytes that have come.
+_BODY_SECONDS, _BODY_BYTES = 10.0, 2**14
+# Seconds after which a connection ends on which nothing happens.
+_IDLE_SECONDS = 10.0
+# Connections beside those of requests that are answered or wait.
+_CONNECTIONS = 256
+# Seconds after which connections are cut when the server ends; answers know of it before.
+_LAST_SECONDS = int(_SILENCE) + 1
+# Of what a client has sent, characters that it is told.
+_LONGEST_NAME = 200
+# What ends the server, as Ctrl-C and SIGTERM do, where the system has it.
+_MORE_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 # What comes of a request: text, or `None` where none has come for a while; then the end.
 _Pieces = AsyncGenerator[str | Answered | None, None]
@@ -38,23 +53,40 @@ _Pieces = AsyncGenerator[str | Answered | None, None]
 
 class Server(uvicorn.Server):
     """
-    Answers requests, in their order, until SIGINT or SIGTERM, which end them with an error; a second one ends at once.
+    Answers requests, in their order, until a signal ends them with an error; a second one ends the process at once.
 
     Args:
         engine: answers.
         name: of the model, as clients are told.
         settings: of answers, for what a request does not say.
+        limits: of a request.
+        host: name or address that the server was told to listen at.
         api_key: that clients have to send; `None` for no key.
         waiting: requests that may wait for their turn.
+        leave: is called before the process ends at once.
 
     Attributes:
         signal: that ended it; `None` before.
     """
 
-    def __init__(self, engine: Engine, name: str, settings: AnswerSettings, api_key: str | None, waiting: int):
-        self._engine, self._name, self._settings, self._api_key = engine, name, settings, api_key
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        settings: AnswerSettings,
+        *,
+        limits: Limits,
+        host: str,
+        api_key: str | None,
+        waiting: int,
+        leave: Callable[[], None],
+    ):
+        self._engine, self._settings, self._limits = engine, settings, limits
+        self._name = name.encode(errors="replace").decode()  # of a folder, which need not be UTF-8
+        self._api_key, self._leave = api_key, leave
+        self._hosts = {"localhost", host.lower(), socket.gethostname().lower()}
         self._worker, self._begun = ThreadPoolExecutor(1, "requests"), int(time.time())
-        self._most_requests, self._requests = 1 + waiting, set[asyncio.Future[None]]()
+        self._most_requests, self._requests = 1 + waiting, set[object]()
         self.signal: int | None = None
         app = Starlette(
             routes=[
@@ -66,10 +98,27 @@ class Server(uvicorn.Server):
             exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), _told),
         )
         # What fails in a handler is printed by `_as_told`, with an id, and not by uvicorn as well.
-        super().__init__(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            log_level="critical",
+            lifespan="off",
+            limit_concurrency=self._most_requests + _CONNECTIONS,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+        )
+        super().__init__(config)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer until a signal comes, and the step or the chunk of a prompt at hand is done; then one ends at once."""
+        for number in _MORE_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup lets SIGHUP be
+                signal.signal(number, self.handle_exit)
+        super().run(sockets)
+        self._worker.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
+            self._leave()
             os._exit(128 + sig)
         self.signal, self.should_exit = sig, True
 
@@ -77,39 +126,64 @@ class Server(uvicorn.Server):
         return JSONResponse({"status": "ok", "requests": len(self._requests)})
 
     async def _models(self, request: HTTPRequest) -> Response:
-        self._require_key(request)
+        self._require_known(request)
         model = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "hf-hybrid-cache"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: HTTPRequest) -> Response:
-        return await self._answer(request, parsed(ChatRequest, await self._body(request)))
+        return await self._answer(request, ChatRequest)
 
     async def _complete(self, request: HTTPRequest) -> Response:
-        return await self._answer(request, parsed(TextRequest, await self._body(request)))
+        return await self._answer(request, TextRequest)
 
-    def _require_key(self, request: HTTPRequest) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+    def _require_known(self, request: HTTPRequest) -> None:
+        """Check that a request has the key; without one, that no web page asks, whatever name it has for the server."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if self._api_key is None:
             if "origin" in request.headers:  # which browsers send
                 raise APIError(403, "A web page may ask only a server with a key: start it with --api-key.", "no_key")
-        elif not hmac.compare_digest(given, self._api_key.encode()):
+            if not self._is_own(host := request.headers.get("host", "")):
+                message = f"This server is not known as {host[:_LONGEST_NAME]!r}: start it with --api-key, or --host."
+                raise APIError(403, message, "no_key")
+        elif scheme.lower() != "bearer" or not hmac.compare_digest(given.encode("latin-1"), self._api_key.encode()):
             raise APIError(401, "Send the key of this server: Authorization: Bearer KEY.", "invalid_api_key")
 
+    def _is_own(self, host: str) -> bool:
+        """Return whether a host is an address, or a name that this machine has and nobody else gives it."""
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._hosts or bool(ipaddress.ip_address(name))
+        return False
+
     async def _body(self, request: HTTPRequest) -> bytes:
-        """Return the body of a request that has the key."""
-        self._require_key(request)
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BYTES:
-                raise APIError(413, f"The body has more than {_MOST_BYTES:,} bytes.")
+        """Return the body of a request, which has a limit, and comes without long pauses."""
+        most, begin, body = self._limits.body_bytes, asyncio.get_running_loop().time(), bytearray()
+        too_large = APIError(413, f"The body has more than {most:,} bytes: the model's context has no room for it.")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(_BODY_SECONDS) as limit:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
+                    limit.reschedule(begin + _BODY_SECONDS + len(body) / _BODY_BYTES)
+        except TimeoutError as error:
+            raise APIError(408, f"The body does not come: {len(body):,} bytes of it are here.") from error
         return bytes(body)
 
-    async def _answer(self, request: HTTPRequest, asked: ChatRequest | TextRequest) -> Response:
-        if asked.model not in ("", self._name):
-            message = f"There is no model {asked.model!r}: this server has {self._name!r}."
-            raise APIError(404, message, "model_not_found", "model")
-        form, pieces = Form(self._name, isinstance(asked, ChatRequest)), self._pieces(request, asked)
+    async def _answer(self, request: HTTPRequest, kind: type[ChatRequest] | type[TextRequest]) -> Response:
+        self._require_known(request)
+        with contextlib.ExitStack() as place:
+            self._take(place)
+            # Beside the loop, which others wait for.
+            asked = await asyncio.to_thread(parsed, kind, await self._body(request), self._limits)
+            if asked.model not in ("", self._name):
+                message = f"There is no model {asked.model[:_LONGEST_NAME]!r}: this server has {self._name!r}."
+                raise APIError(404, message, "model_not_found", "model")
+            settings = asked.settings(self._settings)
+            form = Form(self._name, isinstance(asked, ChatRequest))
+            pieces = self._pieces(request, asked, settings, place.pop_all())
         if asked.stream:
             # A prompt that is refused at once has a status, and not an event.
             events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage)
@@ -118,21 +192,31 @@ class Server(uvicorn.Server):
         assert isinstance(end, Answered)
         return JSONResponse(form.whole("".join(map(str, texts)), *end))
 
-    async def _pieces(self, request: HTTPRequest, asked: ChatRequest | TextRequest) -> _Pieces:
-        """Yield what comes of a request in its turn; closing the generator ends it within a step."""
-        settings, loop = asked.settings(self._settings), asyncio.get_running_loop()
-        queue, is_left = asyncio.Queue[str | Answered | Exception](), threading.Event()
+    def _take(self, place: contextlib.ExitStack) -> None:
+        """Take a place among the requests, before anything of one is read, until `place` is closed."""
         if len(self._requests) >= self._most_requests:
             message = f"{len(self._requests)} requests are answered or wait already. Ask again later."
             raise APIError(429, message, "queue_full")
+        self._requests.add(place)
+        place.callback(self._requests.discard, place)
+
+    async def _pieces(
+        self,
+        request: HTTPRequest,
+        asked: ChatRequest | TextRequest,
+        settings: AnswerSettings,
+        place: contextlib.ExitStack,
+    ) -> _Pieces:
+        """Yield what comes of a request in its turn; closing the generator ends it, and its place, within a step."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[str | Answered | Exception]()
+        is_left = threading.Event()
 
         def put(piece: str | Answered | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
         def require_wanted() -> None:
-            if self.should_exit:
-                raise APIError(503, "The server is stopping.", "stopping")
+            self._require_going_on()
             if is_left.is_set():
                 raise ClientDisconnect
 
@@ -149,14 +233,15 @@ class Server(uvicorn.Server):
             queue.put_nowait(ClientDisconnect())
 
         future, watch = loop.run_in_executor(self._worker, compute), asyncio.create_task(until_left())
-        self._requests.add(future)
-        future.add_done_callback(self._requests.discard)
+        future.add_done_callback(lambda _: place.close())
         piece: Any = None
         try:
             while not isinstance(piece, Answered):
                 piece = None
                 with contextlib.suppress(TimeoutError):
                     piece = await asyncio.wait_for(queue.get(), _SILENCE)
+                if piece is None:
+                    self._require_going_on()
                 if isinstance(piece, Exception):
                     raise piece
                 yield piece
@@ -164,6 +249,27 @@ class Server(uvicorn.Server):
             is_left.set()
             watch.cancel()
             future.cancel()  # if it waits still
+
+    def _require_going_on(self) -> None:
+        if self.should_exit:
+            raise APIError(503, "The server is stopping.", "stopping")
+
+
+class _Connection(H11Protocol):
+    """A connection that ends after a while without a whole head of a request, or whose client takes no answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look(None)
+
+    def _look(self, before: object) -> None:
+        """End the connection if nothing has happened since the last look, where something should."""
+        is_idle, unsent = self.cycle is None or self.cycle.response_complete, self.transport.get_write_buffer_size()
+        now = is_idle, self.cycle, unsent
+        if now == before and (is_idle or unsent):
+            self.transport.abort()
+        elif self in self.connections:
+            self.loop.call_later(_IDLE_SECONDS, self._look, now)
 
 
 async def _events(pieces: _Pieces, piece: str | Answered | None, form: Form, has_usage: bool) -> AsyncIterator[str]:

@@ -1,5 +1,6 @@
 """A prefix store: the list of it, removing from it, and conversations that go on another day."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,16 @@ def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path:
     heading, _ = run("store", tmp_path).stdout.splitlines()
     assert heading.split() == [each for each in HEADINGS if each not in ("weights", "cache", "title")]
     assert listed(tmp_path)[0]["bits"] is None
+
+
+def test_list_when_a_file_has_time_0_and_the_folder_a_name_that_is_not_utf_8_then_has_all(folder: Path):
+    named = folder.rename(os.fsdecode(bytes(folder) + b"-\xe9"))
+    for path in (named / "nodes").iterdir():
+        os.utime(path, (0, 0))
+    assert sorted(each["title"] for each in listed(named)) == sorted(TITLES)
+    assert "damaged files: 0" in run("store", named, "--verify").stderr
+    run("store", named, "--remove", 1)
+    assert len(listed(named)) == 2
 
 
 def test_prompts_when_removed_then_are_gone_and_others_stay(folder: Path):

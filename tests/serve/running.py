@@ -52,13 +52,19 @@ class Running:
             return self.client.completions.create(prompt=messages, **given)
         return self.client.chat.completions.create(messages=messages, **given)
 
+    def connect(self, path: str = "", *headers: str, body: bytes = b"") -> socket.socket:
+        """Begin a request of a path below `/v1`, or with "" only connect."""
+        at = urlsplit(self.url)
+        connection = socket.create_connection((at.hostname, at.port), timeout=120)
+        if path:
+            head = (f"POST /v1{path} HTTP/1.1", "Host: localhost", f"authorization: bearer {KEY}", *headers)
+            connection.sendall("\r\n".join((*head, "", "")).encode() + body)
+        return connection
+
     def leave(self, messages: list[dict[str, str]], requests: int = 1, **options: Any) -> None:
         """Ask for a whole answer, and go away once the server has so many requests."""
         body = json.dumps({"messages": messages} | options).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        at = urlsplit(self.url)
-        with socket.create_connection((at.hostname, at.port)) as connection:
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with self.connect("/chat/completions", f"Content-Length: {len(body)}", body=body):
             self.wait_for(requests)
 
     def wait_for(self, requests: int) -> None:

@@ -1,5 +1,6 @@
 """A real server answers real clients as `generate` does, reads nothing twice, and never fails without a reason."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -12,7 +13,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +27,8 @@ from common.soak import budget, count
 from models.byte_tokenizer import byte_tokenizer, model_in
 
 PENALTIES = {"frequency_penalty": 2, "presence_penalty": 2}
+# Of a body, by the model's context.
+MOST_BYTES = 2**20 + 64 * 2**13
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
 
 
@@ -201,9 +204,16 @@ def test_a_server_says_why_it_refuses_and_why_it_ends_an_answer(model: Path, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))
         with serving(model, "--waiting", "1", "--api-key", KEY) as server:
-            for value in (b"", b"Bearer kex", "Bearer \u00e9".encode("latin-1")):
+            for value in (b"", b"Bearer kex", b"Basic a key", "Bearer \u00e9".encode("latin-1")):
                 reply = httpx.get(f"{server.url}/models", headers={"Authorization": value})
                 assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+            stalled = [server.connect("/completions", "Content-Length: 100", body=b"{") for _ in range(2)]
+            server.wait_for(2)
+            with pytest.raises(openai.RateLimitError, match="2 requests are answered or wait"):
+                server.ask([user("Who?")])
+            for connection in stalled:
+                connection.close()
+            server.wait_for(0)
             with server.ask([user("Go on.")], stream=True, max_tokens=8000) as begun, ThreadPoolExecutor(1) as pool:
                 next(iter(begun))
                 server.leave([user("Next.")], requests=2)
@@ -218,11 +228,44 @@ def test_a_server_says_why_it_refuses_and_why_it_ends_an_answer(model: Path, tmp
             stream = server.ask([user("Go on.")], stream=True, max_tokens=8000)
             next(iter(stream))
             assert list(tmp_path.iterdir())
-            server.process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.APIError, match="The server is stopping"):
-                list(stream)
-            assert server.process.wait(120) == 130
+            with server.connect("/completions", "Content-Length: 100", body=b"{"):
+                server.wait_for(2)
+                server.process.send_signal(signal.SIGINT)
+                with pytest.raises(openai.APIError, match="The server is stopping"):
+                    list(stream)
+                assert server.process.wait(120) == 130
     assert not list(tmp_path.glob("hf-hybrid-cache-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.slow)])
+def test_a_second_signal_ends_the_server_at_once_and_takes_its_store(model: Path, tmp_path: Path, number: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        server = Running(model)
+    with server.connect("/completions", "Content-Length: 100", body=b"{"):
+        server.wait_for(1)
+        assert list(tmp_path.glob("hf-hybrid-cache-*"))
+        server.process.send_signal(number)
+        with contextlib.suppress(httpx.ConnectError, httpx.RemoteProtocolError):  # which is refused by who ends
+            while True:
+                httpx.get(f"{server.url}/models")
+        said = server.end(number)
+    assert server.process.returncode == 128 + number
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("hf-hybrid-cache-*"))
+
+
+@pytest.mark.slow
+def test_who_only_connects_or_stalls_is_let_go(server: Running):
+    stalled = server.connect("/completions", "Content-Length: 100", body=b"{")
+    with contextlib.ExitStack() as stack:
+        server.wait_for(1)
+        idle = [stack.enter_context(server.connect()) for _ in range(300)]
+        assert server.http.get("/models").status_code == 503
+        assert b" 408 " in stalled.recv(1000)
+        assert all(connection.recv(1) == b"" for connection in idle)
+        assert server.http.get("/models").status_code == 200
+        assert stalled.recv(1000) == b""
 
 
 @pytest.mark.slow
@@ -249,7 +292,6 @@ def test_memory_does_not_grow_over_five_hundred_requests(model: Path):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
-# The fields of a request -> status, and a part of the message.
 # The fields of a request, and a part of the message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out."),
@@ -260,6 +302,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a range": ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
     "a penalty": ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
     "a long prompt": ({"messages": [user("x" * 9000)]}, "the model's context is 8,192"),
+    "a text longer than all tokens": ({"messages": [user("x" * 99_000)]}, "The prompt has 99,000 characters"),
+    "many messages": ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
     "another model": ({"model": "gpt"}, "There is no model 'gpt'"),
 }
 
@@ -296,15 +340,34 @@ def test_any_body_gets_an_answer_in_json(server: Running, body: bytes):
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+NUMBERS = st.sampled_from([5e-324, 1e-38, 1e-10, 1e10, 1e38, 1e300]) | st.floats() | st.integers()
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from(["temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty", "seed"]), NUMBERS
+    )
+)
+@example({"temperature": 1e-38})
+@example({"temperature": 1e-10, "repetition_penalty": 1e-10})
+@example({"temperature": 1e10, "repetition_penalty": 1e10})
+def test_any_numbers_are_answered_or_refused(server: Running, numbers: dict[str, float]):
+    reply = server.http.post("/completions", content=json.dumps({"prompt": "abc", "max_tokens": 2} | numbers))
+    assert reply.status_code in (200, 400), reply.text
+
+
 @pytest.mark.parametrize(
     ("request_of", "status", "code"),
     [
         ({"method": "GET", "url": "/files"}, 404, None),
         ({"method": "GET", "url": "/completions"}, 405, None),
-        ({"method": "POST", "url": "/completions", "content": b" " * (2**26 + 1)}, 413, None),
+        ({"method": "POST", "url": "/completions", "content": b" " * MOST_BYTES + b" "}, 413, None),
         ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "no_key"),
+        ({"method": "GET", "url": "/models", "headers": {"Host": "rebound.example:8080"}}, 403, "no_key"),
     ],
-    ids=["path", "method", "a body that is not read to its end", "a web page, of a server without a key"],
+    ids=["path", "method", "a large body", "a web page, of a server without a key", "another name"],
 )
 def test_requests_of_no_client_get_an_error_in_json(
     server: Running, request_of: dict[str, Any], status: int, code: str | None
@@ -313,6 +376,20 @@ def test_requests_of_no_client_get_an_error_in_json(
     assert (reply.status_code, list(reply.json())) == (status, ["error"])
     assert code in (None, reply.json()["error"]["code"])
     assert [each.id for each in server.client.models.list()] == [server.model]
+
+
+@pytest.mark.parametrize(
+    "headers", [[f"Content-Length: {10**12}"], ["Transfer-Encoding: chunked"]], ids=["told", "sent"]
+)
+def test_a_body_beyond_the_limit_is_refused_before_it_has_come(server: Running, headers: list[str]):
+    body = b"" if "Length" in headers[0] else b"%x\r\n" % 10**9 + b" " * (MOST_BYTES + 1)
+    with server.connect("/completions", *headers, body=body) as connection:
+        assert b" 413 " in connection.recv(1000)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8080", "10.1.2.3"])
+def test_a_server_is_asked_by_its_address_and_by_names_of_its_machine(server: Running, host: str):
+    assert server.http.get("/models", headers={"Host": host}).status_code == 200
 
 
 def test_stop_and_penalties_are_those_of_the_request(server: Running):
