@@ -202,41 +202,29 @@ def _on_started_threads(module: ir.Module, body: ir.Type) -> ir.Function:
     function.linkage = "internal"
     function.attributes.add("noinline")  # the memory for ids of threads is given back at its end
     body, data, threads, create, join = function.args
-    blocks = map(function.append_basic_block, ("entry", "more", "start", "run", "join", "wait", "end"))
-    entry, more, start, run, joining, wait, end = blocks
-    builder = ir.IRBuilder(entry)
+    builder, nothing = ir.IRBuilder(function.append_basic_block()), _ANYTHING(None)
     ids = builder.alloca(INT64, threads)
-    attributes, id_type = _ANYTHING(None), INT64.as_pointer()
-    create = builder.inttoptr(create, ir.FunctionType(INT32, [id_type, _ANYTHING, body.type, _ANYTHING]).as_pointer())
-    join = builder.inttoptr(join, ir.FunctionType(INT32, [INT64, _ANYTHING]).as_pointer())
-    builder.branch(more)
-    builder.position_at_end(more)
-    started = builder.phi(INT64)
-    following = builder.add(started, INT64(1))
-    builder.cbranch(builder.icmp_signed("<", following, threads), start, run)
-    builder.position_at_end(start)
-    refused = builder.call(create, [builder.gep(ids, [started]), attributes, body, data])
-    # If the system gives no more threads, those that there are do the parts.
-    builder.cbranch(builder.icmp_signed("!=", refused, INT32(0)), run, more)
-    builder.position_at_end(run)
+    taken = [ids.type, _ANYTHING, body.type, _ANYTHING]
+    create, join = (
+        builder.inttoptr(address, ir.FunctionType(INT32, given).as_pointer())
+        for address, given in ((create, taken), (join, [INT64, _ANYTHING]))
+    )
+
+    def start(_: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+        [started] = carried
+        refused = builder.call(create, [builder.gep(ids, [started]), nothing, body, data])
+        # If the system gives no more threads, those that there are do the parts.
+        return [builder.add(started, builder.zext(builder.icmp_signed("==", refused, INT32(0)), INT64))]
+
+    def wait(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        builder.call(join, [builder.load(builder.gep(ids, [index])), nothing])
+        return []
+
+    [started] = vec.loop(builder, builder.sub(threads, INT64(1)), [INT64(0)], start)
     builder.call(body, [data])
-    builder.branch(joining)
-    builder.position_at_end(joining)
-    left = builder.phi(INT64)
-    builder.cbranch(builder.icmp_signed(">", left, INT64(0)), wait, end)
-    builder.position_at_end(wait)
-    fewer = builder.sub(left, INT64(1))
-    builder.call(join, [builder.load(builder.gep(ids, [fewer])), attributes])
-    builder.branch(joining)
-    builder.position_at_end(end)
+    with builder.if_then(builder.icmp_signed(">", started, INT64(0))):
+        vec.loop(builder, started, [], wait)
     builder.ret_void()
-    for phi, value, block in (
-        (started, INT64(0), entry),
-        (started, following, start),
-        (left, started, run),
-        (left, fewer, wait),
-    ):
-        phi.add_incoming(value, block)
     return function
 
 
