@@ -2,10 +2,10 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from inspect import signature
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -108,16 +108,16 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "threads", str(torch.get_num_threads())
     yield "processor", torch.backends.cpu.get_cpu_capability()
     yield "default dtype", str(torch.get_default_dtype())
-    yield from switches()
+    yield from _switches()
     if cache.group is not None:
         yield "processes", str(cache.group.size())
         yield RANK, str(cache.group.rank())
 
 
-def switches() -> Iterator[tuple[str, str]]:
+def _switches() -> Iterator[tuple[str, str]]:
     """List what is set for the whole process and may change numbers: all that torch can be asked for, and ours."""
     yield from ((name, str(ask())) for name, ask in _questions())
-    for place in itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
+    for place in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
         yield f"float32 in {' '.join(place)}", str(torch._C._get_fp32_precision_getter(*place))
     asked = {name: ask for name, ask in vars(processor).items() if name.startswith(("has_", "uses_"))}
     yield "kernels", ", ".join(name for name, ask in asked.items() if not signature(ask).parameters and ask())
@@ -168,8 +168,5 @@ def _codecs_of(cache: HybridCache) -> str:
 
 def _ranges(indices: Iterable[int]) -> str:
     """Return sorted indices as text, such as "0-3, 7"; "none" for none."""
-    runs = (
-        [index for _, index in run]
-        for _, run in itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0])
-    )
+    runs = ([index for _, index in run] for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]))
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
