@@ -21,11 +21,11 @@ from .trial import require_alike
 
 # More rows are those of a prompt, for which products of many tokens are faster.
 MOST_ROWS = 8
-# Arguments of a step, and those that only another pass has as `False`.
+# Arguments of a step; some models hand on the last one, which only their output head uses.
 _TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_params"}
+_TAKEN |= {"logits_to_keep"}
+# Those that only another pass has as `False`.
 _OFF = {"use_cache", "return_dict"}
-# What some models around a decoder hand on to it, although only their output head uses it.
-_OF_HEAD = {"logits_to_keep"}
 
 
 @dataclass
@@ -184,7 +184,7 @@ def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
         if name in _OFF:
             if value is False:
                 return f"{name}=False is given"
-        elif name not in _TAKEN | _OF_HEAD and value is not None and value is not False:
+        elif name not in _TAKEN and value is not None and value is not False:
             return f"{name} is given"
     return ""
 
@@ -211,7 +211,7 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
         What runs the steps: a context manager that is undone at the end of a `with` block, or by `undo()`.
 
     Raises:
-        UnknownStepError: the model is not of a known form, or two of its layers, which are tried, give other results.
+        UnknownStepError: the model is not of a known form, or some of its layers, which are tried, give other results.
 
     Example:
         >>> quantize_weights(model, bits=4)

@@ -165,6 +165,20 @@ def test_a_step_when_all_modules_have_a_hook_gives_what_the_own_forward_gives(tw
     assert twins.steps(2) == 2
 
 
+def test_a_step_when_only_what_it_calls_has_hooks_is_fused(twins: Twins):
+    for model in (twins.model, twins.own_model):
+        for module in (model, model.model, model.model.embed_tokens, model.lm_head):
+            module.register_forward_hook(lambda module, args, result: None)
+        model.model.rotary_emb.register_forward_hook(scaled(lambda module, args, angles: angles))
+    assert twins.steps(2) == 2
+
+
+def test_a_step_after_hidden_states_were_asked_for_is_fused_again(twins: Twins):
+    twins.forward(torch.tensor([[7]]), output_hidden_states=True)
+    assert twins.model.model.layers[1]._forward_hooks
+    assert twins.steps(2) == 2
+
+
 def test_a_step_when_a_window_is_set_gives_what_the_own_forward_gives():
     twins = Twins(made_at_random("Mistral"))
     twins.forward(random_prompt(1, 40))
