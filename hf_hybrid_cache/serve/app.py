@@ -44,8 +44,9 @@ _CONNECTIONS = 256
 _LAST_SECONDS = int(_SILENCE) + 1
 # Of what a client has sent, characters that it is told.
 _LONGEST_NAME = 200
-# What ends the server, as Ctrl-C and SIGTERM do, where the system has it.
-_MORE_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+# What ends the server, where the system has it.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 # What comes of a request: text, or `None` where none has come for a while; then the end.
 _Pieces = AsyncGenerator[str | Answered | None, None]
@@ -110,7 +111,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer until a signal comes, and the step or the chunk of a prompt at hand is done; then one ends at once."""
-        for number in _MORE_SIGNALS:
+        for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup lets SIGHUP be
                 signal.signal(number, self.handle_exit)
         super().run(sockets)

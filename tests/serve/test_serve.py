@@ -257,8 +257,8 @@ def test_a_second_signal_ends_the_server_at_once_and_takes_its_store(model: Path
 
 @pytest.mark.slow
 def test_who_only_connects_or_stalls_is_let_go(server: Running):
-    stalled = server.connect("/completions", "Content-Length: 100", body=b"{")
     with contextlib.ExitStack() as stack:
+        stalled = stack.enter_context(server.connect("/completions", "Content-Length: 100", body=b"{"))
         server.wait_for(1)
         idle = [stack.enter_context(server.connect()) for _ in range(300)]
         assert server.http.get("/models").status_code == 503
