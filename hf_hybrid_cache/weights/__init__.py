@@ -13,7 +13,7 @@ from .coverage import (
 )
 from .host_experts import move_experts_to_host
 from .loading import QUANT_METHOD, QuantizedWeightsConfig
-from .quantized_weight import HostWeight, QuantizedWeight
+from .quantized_weight import HostWeight, QuantizedWeight, ReadOnlyWeightError
 from .quantized_weights import WeightsReport, quantization_bar, quantize_weights
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "NothingToQuantizeError",
     "QuantizedWeight",
     "QuantizedWeightsConfig",
+    "ReadOnlyWeightError",
     "WeightsReport",
     "Width",
     "coverage",

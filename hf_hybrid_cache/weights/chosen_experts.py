@@ -61,14 +61,17 @@ def chosen_experts(
         module: one of `expert_modules`.
         hidden_states: `[tokens, hidden]`, on the device of the experts, or on another device if they are in host
             memory.
-        top_k_index: `[tokens, choices]`, indices of experts; the number of experts stands for no expert.
+        top_k_index: integers, `[tokens, choices]`, indices of experts; the number of experts stands for no expert.
         top_k_weights: `[tokens, choices]`, router weights.
 
     Returns:
         `[tokens, hidden]`, the weighted sum of the chosen experts' outputs.
 
     Raises:
+        IndexError: an index is of no expert.
         RuntimeError: gradients would have to cross the bus.
+        TypeError: indices are no integers.
+        ValueError: shapes do not fit each other.
     """
     layer = ExpertLayer(module)
     is_here = hidden_states.device == layer.device
@@ -82,7 +85,8 @@ def chosen_experts(
             "Experts in host memory give no gradients to a model on another device. Use torch.no_grad(), or "
             "move_experts_to_host with a model on the CPU."
         )
-    tokens = hidden_states.to(layer.dtype)
+    _require_fit(layer, hidden_states, top_k_index, top_k_weights)
+    tokens, top_k_index = hidden_states.to(layer.dtype), top_k_index.long()
     few: Callable[..., torch.Tensor]
     few, most = layer.added_up, layer.most_tokens
     if not is_here:
@@ -92,6 +96,18 @@ def chosen_experts(
     else:
         result = _many(layer, tokens, top_k_index, top_k_weights, few, most)
     return result.to(hidden_states.dtype)
+
+
+def _require_fit(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, router_weights: torch.Tensor) -> None:
+    """Check what kernels read by addresses alone."""
+    if chosen.dtype == torch.bool or chosen.dtype.is_floating_point:
+        raise TypeError(f"Indices of experts are integers, got {chosen.dtype}.")
+    (columns,) = layer.up.token_sizes
+    if tokens.shape != (len(chosen), columns) or router_weights.shape != chosen.shape:
+        raise ValueError(
+            f"Experts of {columns} columns got tokens {list(tokens.shape)}, indices {list(chosen.shape)} and router "
+            f"weights {list(router_weights.shape)}."
+        )
 
 
 def _many(

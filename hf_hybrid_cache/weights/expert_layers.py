@@ -31,6 +31,9 @@ class ExpertLayer:
         down: matrices of the second product.
         up_bias: `[experts, rows]`, if there is one.
         down_bias: `[experts, rows]`, if there is one.
+
+    Raises:
+        ValueError: a bias has another shape.
     """
 
     def __init__(self, module: Any):
@@ -42,8 +45,17 @@ class ExpertLayer:
             self.dtype, self.device = parameters["down_proj"].dtype, parameters["down_proj"].device
             self.up, self.down = (_matrices(parameters[name], module.is_transposed) for name in names)
             self.up_bias, self.down_bias = (
-                parameters[f"{name}_bias"].detach() if module.has_bias else None for name in names
+                self._bias(name, each) if module.has_bias else None
+                for name, each in zip(names, (self.up, self.down), strict=True)
             )
+
+    def _bias(self, name: str, matrices: Matrices) -> torch.Tensor:
+        """The bias of a product, in the dtype of the weights, as kernels read it by its address."""
+        bias: torch.Tensor = self._module._parameters[f"{name}_bias"].detach()
+        sizes = matrices.count, *matrices.out_sizes
+        if bias.shape != sizes:
+            raise ValueError(f"{name}_bias is {list(bias.shape)}, and {name} needs {list(sizes)}.")
+        return bias.to(self.dtype)
 
     @property
     def most_tokens(self) -> int:

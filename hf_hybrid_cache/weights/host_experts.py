@@ -15,6 +15,7 @@ from .quantized_weights import (
     WeightsReport,
     bytes_of,
     carried_out,
+    refuse_to_load_into_codes,
     replace_by_codes,
     report_of,
     require_cpu,
@@ -105,6 +106,7 @@ def move_experts_to_host(
             covered, left = coverage(model, only_experts=True)
             require_some(covered, left, model)
             codes = replace_by_codes(covered, left, width, undo if temporary else None)
+            refuse_to_load_into_codes(model, undo)
         if not temporary:
             _let_stay(modules)
         report = report_of(model, codes, left, width)

@@ -17,7 +17,7 @@ from ..storage import give_back_file_pages, require_host_bytes
 from .chosen_experts import use_chosen_experts_if_any
 from .coverage import GROUP_SIZE, HEAD_BITS, Covered, NothingToQuantizeError, Width, coverage, require_some
 from .quantized_weight import QuantizedWeight
-from .quantized_weights import WeightsReport, replace_by_codes, report_of
+from .quantized_weights import WeightsReport, refuse_to_load_into_codes, replace_by_codes, report_of
 
 QUANT_METHOD = "hf_hybrid_cache"
 
@@ -170,6 +170,7 @@ class QuantizedWeightsQuantizer(HfQuantizer):
         codes = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)}
         left = {name: reason for name, reason in left.items() if name not in codes}
         self.report = report_of(model, list(codes.values()), left, self.width)
+        refuse_to_load_into_codes(model)
         use_chosen_experts_if_any(model)
         return model
 

@@ -114,9 +114,9 @@ class QuantizedMatrices(Matrices):
                 self.products.multiply(index, *given)
         return out
 
-    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def rows(self, index: int, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """
-        Dequantized rows of the first matrix, `[*indices, columns]`.
+        Dequantized rows of a matrix, `[*indices, columns]`.
 
         Raises:
             IndexError: there is no such row.
@@ -127,12 +127,12 @@ class QuantizedMatrices(Matrices):
                 f"index out of range: there are {self.layout.rows:,} rows, and ids from {min(wanted)} to {max(wanted)}"
             )
         places = {row: place for place, row in enumerate(dict.fromkeys(wanted))}
-        layout, panels = self.layout, self._data[0].numpy()
+        layout, panels = self.layout, self._data[index].numpy()
         numbers = torch.empty(len(places), layout.columns)
         panel = np.empty((PANEL_ROWS, layout.columns), np.float32)
         for row, out in zip(places, numbers.numpy(), strict=True):
             first, lane = divmod(row, PANEL_ROWS)
-            dequantize_panels(panels, layout, self.factors[0], panel[: layout.rows - first * PANEL_ROWS], first)
+            dequantize_panels(panels, layout, self.factors[index], panel[: layout.rows - first * PANEL_ROWS], first)
             out[:] = panel[lane]
         found = numbers.to(dtype)
         if len(places) < len(wanted):

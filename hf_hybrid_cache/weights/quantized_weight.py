@@ -3,17 +3,20 @@ Tensors in the place of a parameter: a quantized weight, and a weight that stays
 
 A quantized weight is a tensor with a shape and a dtype, stored as codes. Modules call `linear`, `matmul`, `addmm`,
 `embedding` and `grouped_mm` as before, and these are computed from the codes. Any other operation gets the dequantized
-numbers, so its result is right, but slower. Nothing of torch or transformers is patched.
+numbers, so its result is right, but slower. Codes never change: an operation that would write to them is refused.
+Nothing of torch or transformers is patched.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
 from .quantized_matrices import QuantizedMatrices
 
@@ -54,7 +57,80 @@ class HostWeight(_StayingWeight, nn.Parameter):
     stays = True
 
 
-class QuantizedWeight(_StayingWeight):
+# No TypeError: torch's operators catch one, and `weight += 1` would become `weight + 1`.
+class ReadOnlyWeightError(HybridCacheError, RuntimeError):
+    """An operation would write to a quantized weight; nothing has changed."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what}, and codes never change. Change weights before they are quantized, or put "
+            "nn.Parameter(weight.dense()) in their place; load_state_dict(..., assign=True) does so with all it loads."
+        )
+
+
+class _ReadOnly(torch.Tensor):
+    """Dequantized numbers for any operation but one that would write to them, as that would be lost."""
+
+    def dense(self) -> torch.Tensor:
+        """The dequantized numbers, as a tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_STORAGE:
+            raise TypeError(
+                "A quantized weight is not stored as numbers of its own. Save or share the model before its weights "
+                "are quantized, or take weight.dense()."
+            )
+        if func in _NOT_DISPATCHED:
+            result = func(*_densified(args), **kwargs)
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False
+            return result
+        # The tensor itself answers for shape, dtype and device; operations that need numbers reach __torch_dispatch__.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.is_write and any(isinstance(each, _ReadOnly) for each in tree_leaves(given)):
+                raise ReadOnlyWeightError(f"{func} would write to a quantized weight")
+        result = func(*_densified(args), **_densified(kwargs))
+        # A view shares memory with a copy that nobody else has: what is written there would be lost, too.
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        return tree_map_only(torch.Tensor, _View.of, result) if is_view else result
+
+
+def _densified(given: Any) -> Any:
+    """Arguments with dequantized numbers in the place of quantized weights and their views."""
+    return tree_map_only(_ReadOnly, lambda each: each.dense(), given)
+
+
+class _View(_ReadOnly):
+    """A view of a quantized weight's dequantized numbers."""
+
+    _numbers: torch.Tensor
+
+    @staticmethod
+    def of(numbers: torch.Tensor) -> "_View":
+        view = torch.Tensor._make_wrapper_subclass(
+            _View, numbers.shape, numbers.stride(), numbers.storage_offset(), dtype=numbers.dtype, device=_HOST
+        )
+        view._numbers = numbers
+        return view
+
+    def dense(self) -> torch.Tensor:
+        return self._numbers
+
+
+class QuantizedWeight(_StayingWeight, _ReadOnly):
     """
     One quantized matrix, or a stack of matrices, or one matrix of a stack; perhaps transposed.
 
@@ -141,23 +217,7 @@ class QuantizedWeight(_StayingWeight):
             result = answer(*args, **kwargs)
             if result is not None:
                 return result
-        elif func in _NOT_DISPATCHED:
-            args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs))
-        elif func in _OF_STORAGE:
-            raise TypeError(
-                "A quantized weight is not stored as numbers of its own. Save or share the model before its weights "
-                "are quantized, or take weight.dense()."
-            )
-        # The tensor itself answers for shape, dtype and device; operations that need numbers reach __torch_dispatch__.
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Product(torch.autograd.Function):
@@ -183,10 +243,10 @@ def _multiplied(tokens: Any, weight: QuantizedWeight, bias: Any = None) -> torch
     matrices, dtype = weight.matrices, weight._dtype
     fits = (
         tokens.dtype == dtype
-        and not isinstance(tokens, QuantizedWeight)
+        and not isinstance(tokens, _ReadOnly)
         and tokens.shape[-1:] == matrices.token_sizes
         and tokens.is_cpu
-        and (bias is None or (bias.dtype == dtype and bias.shape == matrices.out_sizes))
+        and (bias is None or _is_bias(bias, weight))
         and not torch.is_autocast_enabled("cpu")
     )
     if not fits:
@@ -197,6 +257,11 @@ def _multiplied(tokens: Any, weight: QuantizedWeight, bias: Any = None) -> torch
     return matrices.multiply(tokens, weight.which, bias)
 
 
+def _is_bias(bias: Any, weight: QuantizedWeight) -> bool:
+    is_plain = bias.dtype == weight._dtype and bias.is_cpu and not isinstance(bias, _ReadOnly)
+    return is_plain and bias.shape == weight.matrices.out_sizes
+
+
 def _is_matrix(weight: Any, is_transposed: bool) -> bool:
     return isinstance(weight, QuantizedWeight) and weight.which is not None and weight.is_transposed == is_transposed
 
@@ -205,23 +270,23 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     return _multiplied(input, weight, bias) if _is_matrix(weight, False) else None
 
 
-def _matmul(input: Any, other: Any) -> torch.Tensor | None:
-    return _multiplied(input, other) if _is_matrix(other, True) else None
+def _matmul(input: Any, other: Any, **options: Any) -> torch.Tensor | None:
+    return _multiplied(input, other) if _is_matrix(other, True) and not options else None
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor | None:
-    return _multiplied(mat1, mat2, input) if _is_matrix(mat2, True) and beta == alpha == 1 else None
+def _addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> torch.Tensor | None:
+    return _multiplied(mat1, mat2, input) if _is_matrix(mat2, True) and not options else None
 
 
 def _embedding(input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> Any:
-    if not _is_matrix(weight, False) or max_norm is not None or isinstance(input, QuantizedWeight):
-        return None
-    return weight.matrices.rows(input, weight.dtype)
+    is_known = _is_matrix(weight, False) and max_norm is None and input.dtype in (torch.int64, torch.int32)
+    return weight.matrices.rows(weight.which, input, weight.dtype) if is_known else None
 
 
-def _grouped_mm(input: Any, weight: Any, *, offs: Any = None, **_: Any) -> torch.Tensor | None:
+def _grouped_mm(input: Any, weight: Any, *, offs: Any = None, **options: Any) -> torch.Tensor | None:
     """Compute `grouped_mm` as transformers calls it; each offset ends the rows of `input` of one expert."""
-    if not (isinstance(weight, QuantizedWeight) and weight.is_stacked and weight.is_transposed) or offs is None:
+    is_known = isinstance(weight, QuantizedWeight) and weight.is_stacked and weight.is_transposed and not options
+    if not is_known or offs is None:
         return None
     out = torch.zeros(len(input), weight.shape[2], dtype=input.dtype)
     start = 0
@@ -286,8 +351,14 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,
 }
-# torch refuses these for a subclass before it asks the subclass.
-_NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
+# torch computes these outside of its dispatcher, which would ask the subclass for its numbers.
+_NOT_DISPATCHED = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__deepcopy__,
+}
 # These need the memory of plain numbers, which a quantized weight does not have.
 _OF_STORAGE = {
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
@@ -296,4 +367,8 @@ _OF_STORAGE = {
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
     torch.Tensor.__reduce_ex__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
 }

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -12,7 +13,7 @@ from ..scalars import checked_bool
 from ..storage import require_host_bytes
 from .chosen_experts import use_chosen_experts_if_any
 from .coverage import GROUP_SIZE, HEAD_BITS, Covered, Width, coverage, require_some
-from .quantized_weight import QuantizedWeight
+from .quantized_weight import QuantizedWeight, ReadOnlyWeightError
 
 # A progress bar appears after so many seconds.
 _WORTH_A_BAR = 1.0
@@ -150,6 +151,7 @@ def quantize_weights(
         covered, left = coverage(model)
         require_some(covered, left, model)
         codes = replace_by_codes(covered, left, width, undo if temporary else None)
+        refuse_to_load_into_codes(model, undo)
         use_chosen_experts_if_any(model, undo)
         return report_of(model, codes, left, width)
 
@@ -207,6 +209,22 @@ def replace_by_codes(
                 each.hold(codes[-1])
             bar.update()
     return codes
+
+
+def refuse_to_load_into_codes(model: PreTrainedModel, undo: ExitStack | None = None) -> None:
+    """Let `load_state_dict` refuse, before it copies anything, what it would copy into codes, until `undo` ends."""
+    hook = model.register_load_state_dict_pre_hook(_require_no_codes)
+    if undo is not None:
+        undo.callback(hook.remove)
+
+
+def _require_no_codes(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    weights = () if metadata.get("assign_to_params_buffers") else module.named_parameters(remove_duplicate=False)
+    codes = [name for name, weight in weights if isinstance(weight, QuantizedWeight) and prefix + name in state_dict]
+    if codes:
+        raise ReadOnlyWeightError(f"{len(codes)} weights of the state dict are quantized here, {codes[0]} among them")
 
 
 def _put_back(kept: list[Covered]) -> None:

@@ -108,6 +108,36 @@ def test_any_activation_is_the_models_and_unknown_experts_are_refused(activation
             module(tokens[:2], unknown, weights[:2])
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_indices_and_biases_of_other_types_compute_the_same_and_other_shapes_are_refused(family: str, bits: int | None):
+    model = expert_model(family)
+    module = first_experts(model)
+    tokens, weights, chosen = torch.randn(9, 64), torch.rand(9, 2), torch.randint(NUM_EXPERTS, (9, 2))
+    with torch.no_grad(), move_experts_to_host(model, bits, temporary=True):
+        before = module(tokens, chosen, weights)
+        for name, bias in module.named_parameters():
+            if "bias" in name:
+                bias.data = bias.data.double()
+        for dtype in (torch.int32, torch.int16, torch.uint8):
+            assert torch.equal(module(tokens, chosen.to(dtype), weights), before)
+        with pytest.raises(TypeError, match=r"Indices of experts are integers, got torch.float32"):
+            module(tokens, chosen.float(), weights)
+        for wrong in (
+            (tokens[:, :60], chosen, weights),
+            (tokens, chosen[:5], weights),
+            (tokens, chosen, weights[:, :1]),
+        ):
+            with pytest.raises(ValueError, match="Experts of 64 columns got tokens"):
+                module(*wrong)
+        if family == "gpt_oss":
+            module.down_proj_bias.data = torch.zeros(NUM_EXPERTS, 60)
+            with pytest.raises(
+                ValueError, match=rf"is \[{NUM_EXPERTS}, 60\], and down_proj needs \[{NUM_EXPERTS}, 64\]"
+            ):
+                module(tokens, chosen, weights)
+
+
 # --- the report, and which models
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,11 +19,13 @@ from hf_hybrid_cache import (
     DynamicHybridCache,
     HostMemoryError,
     QuantizedWeightsConfig,
+    move_experts_to_host,
     quantize_weights,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import uses_gemm
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
+from hf_hybrid_cache.weights import ReadOnlyWeightError
 from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 from hf_hybrid_cache.weights.quantized_weights import quantization_bar
@@ -30,6 +33,7 @@ from hf_hybrid_cache.weights.quantized_weights import quantization_bar
 from common.interruptions import Interruption
 from common.programs import run_program
 from models.architectures import small_model
+from models.expert_models import expert_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 from weights.quantized_models import logits, note_operations, quantized_weights, with_dense_weights
 
@@ -145,6 +149,7 @@ def test_weights_made_in_inference_mode_work_outside_of_it():
 def test_processors_without_integer_dot_products_compute_the_same(tmp_path: Path):
     program = f"""
 import torch
+from hf_hybrid_cache.weights import ReadOnlyWeightError
 from hf_hybrid_cache.weights.quantized_matrices import QuantizedMatrices
 torch.manual_seed(0)
 weights, tokens = torch.randn(1, 50, 300), torch.randn(5, 300)
@@ -175,13 +180,18 @@ OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "linear with a bias": ("matrix", lambda weight: functional.linear(TOKENS, weight, WIDE_TOKENS[0])),
     "linear of one token": ("matrix", lambda weight: functional.linear(TOKENS[0], weight)),
     "linear of no token": ("matrix", lambda weight: functional.linear(TOKENS[:0], weight)),
+    "linear with a quantized bias": ("matrix", lambda weight: functional.linear(TOKENS, weight, weight[:, 0])),
     "matmul": ("matrix", lambda weight: TOKENS @ weight.T),
+    "mm into a tensor": ("matrix", lambda weight: torch.mm(TOKENS, weight.T, out=torch.empty(5, 40))),
+    "added to a tensor": ("matrix", lambda weight: torch.zeros(40, 64).add_(weight).mul_(2)),
     "matmul with mT": ("matrix", lambda weight: torch.matmul(TOKENS, weight.mT)),
     "matmul of the other side": ("matrix", lambda weight: WIDE_TOKENS @ weight),
     "from the left": ("matrix", lambda weight: weight @ TOKENS.T),
     "addmm": ("transposed", lambda weight: torch.addmm(WIDE_TOKENS[0], TOKENS, weight)),
     "addmm with factors": ("transposed", lambda weight: torch.addmm(WIDE_TOKENS[0], TOKENS, weight, beta=2, alpha=3)),
     "rows": ("matrix", lambda weight: functional.embedding(torch.tensor([[3, 0], [39, 3]]), weight)),
+    "rows of one of several": ("stacked", lambda weight: functional.embedding(torch.tensor([3, 0]), weight[1])),
+    "rows by int32": ("matrix", lambda weight: functional.embedding(torch.tensor([3, 0], dtype=torch.int32), weight)),
     "rows of the transposed": ("transposed", lambda weight: functional.embedding(torch.tensor([63, 0]), weight)),
     "one of several": ("stacked", lambda weight: functional.linear(TOKENS, weight[1])),
     "the last of several": ("stacked", lambda weight: functional.linear(TOKENS, weight[-1])),
@@ -199,7 +209,9 @@ OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "sum": ("matrix", lambda weight: weight.sum(0)),
     "other type": ("matrix", lambda weight: weight.to(torch.bfloat16)),
     "list": ("matrix", lambda weight: weight.tolist()),
-    "numpy": ("matrix", lambda weight: torch.from_numpy(weight.numpy())),
+    "text": ("matrix", lambda weight: str(weight[:2, 3])),
+    "a copy of a view": ("matrix", lambda weight: copy.deepcopy(weight.mT[3]).zero_()),
+    "numpy": ("matrix", lambda weight: torch.from_numpy(weight.numpy().copy())),
     "shape": ("stacked and transposed", lambda weight: (weight.shape, weight.size(-1), weight.dim(), weight.numel())),
 }
 
@@ -221,6 +233,17 @@ def test_any_operation_gives_what_it_gives_with_the_numbers(name: str):
         ("matrix", lambda weight: functional.linear(TOKENS[:, :50], weight)),
         ("matrix", lambda weight: functional.linear(TOKENS.double(), weight)),
         ("matrix", lambda weight: functional.linear(TOKENS, weight, torch.ones(3))),
+        ("matrix", lambda weight: functional.linear(TOKENS, weight, torch.ones(40, dtype=torch.float64))),
+        ("matrix", lambda weight: functional.linear(TOKENS, weight, torch.ones(40, device="meta"))),
+        *(
+            ("matrix", lambda weight, ids=ids: functional.embedding(ids, weight))
+            for ids in (
+                torch.tensor([-1]),
+                torch.tensor([40]),
+                torch.tensor([1.0]),
+                torch.tensor([1], dtype=torch.int8),
+            )
+        ),
         ("matrix", lambda weight: weight[40]),
         ("stacked", lambda weight: weight[3]),
     ],
@@ -231,6 +254,71 @@ def test_what_torch_refuses_is_refused_with_its_own_error(kind: str, operation: 
         operation(dense)
     with pytest.raises(type(theirs.value)):
         operation(weight)
+
+
+# --- writes
+
+
+def write_by_operator(weight: torch.Tensor) -> None:
+    weight += 1
+
+
+PLAIN = torch.zeros(40, 64)
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "an operation in place": lambda weight: weight.mul_(0),
+    "an operator": write_by_operator,
+    "an item": lambda weight: weight.__setitem__(0, 0),
+    "items of a mask": lambda weight: weight.__setitem__(weight > 0, 0),
+    "a copy": lambda weight: weight.copy_(PLAIN),
+    "data": lambda weight: weight.data.add_(1),
+    "initialization": nn.init.xavier_normal_,
+    "an argument for the output": lambda weight: torch.mul(PLAIN, 2, out=weight),
+    "a product into it": lambda weight: torch.mm(PLAIN[:, :3], PLAIN[:3], out=weight),
+    "one of a list": lambda weight: torch._foreach_add_([PLAIN.clone(), weight], 1),
+    "norms of rows": lambda weight: functional.embedding(torch.tensor([1]), weight, max_norm=1e-3),
+    "a row": lambda weight: weight[0].zero_(),
+    "a view": lambda weight: weight.view(-1).zero_(),
+    "a view of a view": lambda weight: weight.detach()[1:].mT.flatten(1).clamp_(0),
+    "parts": lambda weight: weight.chunk(2)[1].fill_(3),
+    "rows of a loop": lambda weight: [row.zero_() for row in weight],
+    "an array": lambda weight: weight.numpy().__setitem__(0, 0),
+    "an array of a view": lambda weight: np.asarray(weight[0]).__setitem__(0, 0),
+    "other data": lambda weight: setattr(weight, "data", PLAIN),
+    "memory of another library": torch.from_dlpack,
+    "a function of Python": lambda weight: weight.apply_(lambda _: 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_weight_is_refused_before_anything_changes(name: str):
+    weight, dense = tensors("matrix")
+    with torch.no_grad(), pytest.raises((ReadOnlyWeightError, TypeError, ValueError)) as refused:
+        WRITES[name](weight)
+    assert refused.match("codes never change.*weight.dense|take weight.dense|read-only")
+    assert torch.equal(weight.dense(), dense)
+    assert not PLAIN.any()
+
+
+@pytest.mark.parametrize("kind", ["model", "experts"])
+def test_a_state_dict_is_loaded_whole_or_refused_before_anything_changes(kind: str):
+    model = copy.deepcopy(tiny_model("llama")) if kind == "model" else expert_model("mixtral")
+    other = {name: weight + 1 for name, weight in model.state_dict().items()}
+    change = quantize_weights if kind == "model" else move_experts_to_host
+    with change(model, 8, temporary=True):
+        before, twin = logits(model), copy.deepcopy(model)
+        for each in (model, twin):
+            with pytest.raises(ReadOnlyWeightError, match=r"\d+ weights of the state dict are .*assign=True"):
+                each.load_state_dict(other)
+            assert torch.equal(logits(each), before)
+        part = {name: weight for name, weight in other.items() if "norm" in name}
+        twin.load_state_dict(part, strict=False)
+        twin.load_state_dict(other, assign=True)
+        assert not quantized_weights(twin)
+        with pytest.raises(RuntimeError, match="codes never change"):
+            model.model.load_state_dict({name.removeprefix("model."): weight for name, weight in other.items()})
+    model.load_state_dict(other)
+    assert torch.equal(logits(model), logits(twin))
+    assert all(torch.equal(weight, other[name]) for name, weight in twin.state_dict().items())
 
 
 # --- which weights, and for how long
