@@ -25,3 +25,13 @@ def cache_argument(cache: Any) -> dict[str, Any]:
 def passed_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among keyword arguments of a model or of `generate`, under whichever name; `None` if there is none."""
     return next((arguments[name] for name in _NAMES if arguments.get(name) is not None), None)
+
+
+def require_use_cache(arguments: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if `generate`, which has a cache to fill, would compute all tokens again in each step."""
+    if not arguments.get("use_cache", True):
+        raise ValueError(
+            f"There is a cache to fill, and use_cache={arguments['use_cache']} forbids it: generate would compute, and "
+            "store, all tokens again in each step. It is an argument of the call, or of the model's "
+            "generation_config. Pass use_cache=True to generate, or no cache and no custom_generate."
+        )

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .. import graph_breaks
-from ..cache_argument import CACHE_ARGUMENT
+from ..cache_argument import CACHE_ARGUMENT, require_use_cache
 from ..files import CacheFileError
 from ..layers import num_sequences_of
 from ..token_ids import first_difference
@@ -61,11 +61,14 @@ class Prompts:
         """
         Read what is to be computed from the frame of who asks for the length of the cache.
 
-        Refuse a prompt that does not continue what is stored; warn if the model leaves the cache.
+        Refuse a prompt that does not continue what is stored, or is computed anew in each step; warn if the model
+        leaves the cache.
         """
         frame = _caller()
         if frame is None:
             return
+        if frame.f_code.co_name == _PREFILL:
+            require_use_cache(frame.f_locals.get("model_kwargs", {}))
         num_tokens = self._contents.num_tokens
         if (prompt := _whole_prompt(frame, _PREFILL)) is not None:
             length, token_ids, mask = prompt

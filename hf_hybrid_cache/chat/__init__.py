@@ -6,6 +6,7 @@ from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .chat import MOST_TOGETHER, Chat, OpenAnswerError, Turn
+    from .choosing import not_followed
     from .generating import Answer, FinishReason, Generator, Rows
     from .prompts import Asked, ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
     from .settings import DEFAULT_BITS, AnswerSettings, SettingError
@@ -34,12 +35,14 @@ __all__ = [
     "can_answer_together",
     "context_length",
     "is_out_of_memory",
+    "not_followed",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
+        "choosing": ("not_followed",),
         "generating": ("Answer", "FinishReason", "Generator", "Rows"),
         "prompts": ("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),

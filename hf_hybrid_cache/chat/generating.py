@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
+from .choosing import Penalties, Sampling, generate_arguments
 from .prompts import Asked
 from .settings import AnswerSettings
 
@@ -182,8 +183,6 @@ class Generator:
         streamer: "_Streamer",
         stopping: threading.Event,
     ) -> None:
-        if settings.seed is not None:
-            torch.manual_seed(settings.seed)
         device, start = self._model.device, input_ids.shape[1]
 
         def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
@@ -193,35 +192,20 @@ class Generator:
             ended = [stopping.is_set() or any(stop in text for stop in settings.stop) for text in texts]
             return torch.tensor(ended, device=token_ids.device)
 
+        processors: list[LogitsProcessor] = []
+        if settings.presence_penalty or settings.frequency_penalty:
+            processors.append(Penalties(settings, start))
+        if settings.temperature:
+            processors.append(Sampling(settings, len(input_ids), device))
         self._model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
             **cache_argument(cache),
-            max_new_tokens=settings.max_new_tokens,
             streamer=streamer,
             stopping_criteria=[are_ended],
-            logits_processor=[_Penalties(settings, start)] if _Penalties.of(settings) else None,
-            **settings.options(),
+            logits_processor=processors,
+            **generate_arguments(self._model.generation_config, settings),
         )
-
-
-class _Penalties(LogitsProcessor):
-    """Lowers the logits of tokens that an answer has, as OpenAI's API describes it."""
-
-    def __init__(self, settings: AnswerSettings, start: int):
-        self._presence, self._frequency = settings.presence_penalty or 0, settings.frequency_penalty or 0
-        self._start = start
-
-    @staticmethod
-    def of(settings: AnswerSettings) -> bool:
-        """Return whether an answer has any."""
-        return bool(settings.presence_penalty or settings.frequency_penalty)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        answers = input_ids[:, self._start :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answers, torch.ones_like(answers, dtype=scores.dtype))
-        penalized: Any = scores - self._presence * (counts > 0) - self._frequency * counts
-        return penalized
 
 
 class Rows:

@@ -1,7 +1,6 @@
 """The settings of answers."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import HybridCacheError
 
@@ -28,7 +27,7 @@ class AnswerSettings:
         repetition_penalty: above 1 makes earlier tokens less likely; `None` for no penalty.
         presence_penalty: what the logit of each token that the answer has is lowered by, from -2 to 2; `None` for 0.
         frequency_penalty: the same for each time that it has it.
-        seed: of the random numbers; `None` for other numbers each time.
+        seed: of the answer's random numbers; `None` for other numbers each time.
         stop: the answer ends before any of these texts.
 
     Raises:
@@ -68,15 +67,3 @@ class AnswerSettings:
             raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
         if not all(self.stop):
             raise SettingError("stop must not have an empty text, before which every answer ends.")
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of `model.generate`, which override all settings of the model."""
-        return {
-            "do_sample": self.temperature > 0,
-            "num_beams": 1,
-            # transformers would warn that greedy search ignores settings of the model.
-            "temperature": self.temperature or None,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-        }

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..attention import compile_kernels as compile_and_wait
+from ..chat import not_followed
 from ..decode_step import UnknownStepError, fuse_decode
 from ..models import load
 from ..models.loading import is_quantized_when_read
@@ -95,6 +96,9 @@ def load_model(options: "Model", notes: Console) -> LoadedModel:
         except ValueError as error:
             raise _no_experts(options.name) from error
         model.to(device)  # type: ignore[arg-type]
+    if left_out := not_followed(model.generation_config):
+        named = ", ".join(f"{name} {value}" for name, value in left_out.items())
+        note(notes, f"answers do not follow what the model's generation config says of {named}")
     assert tokenizer is not None
     if report is None:
         return LoadedModel(model, tokenizer, None)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache import HybridCache
-from ..cache_argument import CACHE_ARGUMENT, passed_cache
+from ..cache_argument import CACHE_ARGUMENT, passed_cache, require_use_cache
 from ..custom_generate import arguments_kept_back, loop_of
 from ..decode_step import fuse_where_known, is_fused
 from ..scalars import checked_bool
@@ -214,10 +214,7 @@ def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_
             f"DecodeOnCPU moves caches of hf_hybrid_cache only, got {CACHE_ARGUMENT} of type "
             f"{type(cache).__name__}. Pass {CACHE_ARGUMENT}=DynamicHybridCache(model.config) to generate."
         )
-    if not model_kwargs.get("use_cache", True):
-        raise ValueError(
-            f"DecodeOnCPU fills the cache, and use_cache=False forbids it. Use use_cache=True, {OTHERWISE}"
-        )
+    require_use_cache(model_kwargs)
     if synced_gpus:
         raise ValueError(f"synced_gpus=True, but weights shared out to processes cannot be moved. Use one, {OTHERWISE}")
     return cache

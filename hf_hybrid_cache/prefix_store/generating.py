@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ..cache import DynamicHybridCache, HybridCache
-from ..cache_argument import CACHE_ARGUMENT, passed_cache
+from ..cache_argument import CACHE_ARGUMENT, passed_cache, require_use_cache
 from .errors import PrefixStoreError
 from .prompt import require_decoder
 
@@ -20,12 +20,11 @@ _USUAL_CACHES = (None, "dynamic", "hybrid")
 
 
 def require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> None:
-    """Raise a `PrefixStoreError` if states depend on more than tokens, or the loop reads the whole prompt itself."""
+    """Raise a `ValueError` if states depend on more than tokens, or the loop reads the whole prompt itself."""
     require_decoder(model)
+    require_use_cache(given)
     is_assisted = config.get_generation_mode(given.get("assistant_model")) is GenerationMode.ASSISTED_GENERATION
     others = ["assistant_model or prompt_lookup_num_tokens"] if is_assisted else []
-    if given.get("use_cache") is False:
-        others.append("use_cache=False")
     for name, value in given.items():
         if name in _TAKEN or name.startswith("output_") or value is None or value is False:
             continue

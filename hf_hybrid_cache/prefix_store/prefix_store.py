@@ -111,7 +111,7 @@ class PrefixStore(StoredPrompts):
         Raises:
             PrefixStoreError: see `prefill`; or there are several prompts, or padding, an assistant, prompt lookup, or
                 arguments of the model that a prompt's states depend on, such as images.
-            ValueError: transformers has no decoding loop for the options.
+            ValueError: transformers has no decoding loop for the options, or `use_cache` is False.
 
         Example:
             >>> store = PrefixStore("prompts")

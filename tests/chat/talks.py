@@ -69,9 +69,18 @@ def generated(model: PreTrainedModel, token_ids: list[int], settings: AnswerSett
     """Return what transformers generates after these tokens with its own cache."""
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    prompt, options = torch.tensor([token_ids]), settings.options() | {"max_new_tokens": settings.max_new_tokens}
-    cache = DynamicCache(config=model.config)
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **cache_argument(cache), **options)
+    prompt, cache = torch.tensor([token_ids]), DynamicCache(config=model.config)
+    tokens = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        **cache_argument(cache),
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=settings.temperature > 0,
+        temperature=settings.temperature or None,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        repetition_penalty=settings.repetition_penalty,
+    )
     return tokens[0, len(token_ids) :].tolist()
 
 

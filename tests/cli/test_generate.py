@@ -101,6 +101,14 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert re.fullmatch(pattern + r"; weights [\d.]+ MiB in 8 bits", took)
 
 
+def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tmp_path: Path):
+    theirs = model_in(tmp_path / "model", 512, no_repeat_ngram_size=1, min_p=0.1, temperature=0.6, use_cache=False)
+    result = generate(theirs, "--question", "Who?")
+    assert result.stdout == generate(small, "--question", "Who?").stdout
+    said = "answers do not follow what the model's generation config says of min_p 0.1, no_repeat_ngram_size 1"
+    assert said in result.stderr.splitlines()
+
+
 def test_a_prompt_file_is_used_as_it_is_and_its_last_token_read_again(model: Path, report: Path, folder: Path):
     report.write_text(TEXT, encoding="utf-8-sig")
     tokens = models.load(str(model), torch.float32, "cpu")[1](TEXT)["input_ids"]

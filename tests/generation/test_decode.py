@@ -227,7 +227,7 @@ def small_vocabulary() -> PreTrainedModel:
 
 # What makes options of `generate`, and what the error says.
 OPTIONS: list[tuple[Callable[[], dict[str, Any]], str]] = [
-    (lambda: {"use_cache": False}, "use_cache=False forbids it. Use use_cache=True"),
+    (lambda: {"use_cache": False}, r"use_cache=False forbids it.*Pass use_cache=True"),
     (lambda: {"synced_gpus": True}, "synced_gpus=True, but weights shared out to processes cannot be moved"),
     (
         lambda: {"dola_layers": "high"},

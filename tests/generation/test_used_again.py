@@ -82,6 +82,24 @@ def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
     assert torch.equal(model.generate(prompt, **cache_argument(cache), **options), expected)
 
 
+@pytest.mark.parametrize("is_of_the_call", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_cache_when_generate_is_told_not_to_use_it_then_refuses(
+    way: str, is_of_the_call: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model, prompt, options = tiny_model("llama"), random_prompt(1, 120), {"max_new_tokens": 3} | WAYS[way]
+    caches = DynamicHybridCache(CONFIG), used(QuantizedHybridCache)
+    if is_of_the_call:
+        options |= {"use_cache": False}
+    else:
+        monkeypatch.setattr(model.generation_config, "use_cache", False)
+    for cache in caches:
+        held = cache.get_seq_length()
+        with pytest.raises(ValueError, match=r"use_cache=False forbids it.*Pass use_cache=True to generate"):
+            model.generate(prompt, **cache_argument(cache), **options)
+        assert cache.get_seq_length() == held
+
+
 def with_two_of_four_layers() -> PreTrainedModel:
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers = model.model.layers[:2]

@@ -89,7 +89,7 @@ REFUSED: list[tuple[str, Call]] = [
     ("Leave out position_ids", generate(position_ids=torch.arange(1, 21)[None])),
     ("cannot with assistant_model or prompt_lookup", generate("", lambda model: {"assistant_model": model})),
     ("cannot with assistant_model or prompt_lookup", generate(prompt_lookup_num_tokens=3)),
-    ("cannot with use_cache=False", generate(use_cache=False)),
+    ("use_cache=False forbids it", generate(use_cache=False)),
     ("cannot with synced_gpus", generate(synced_gpus=True)),
     (
         "of this package .* got DynamicCache",
