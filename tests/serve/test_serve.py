@@ -199,6 +199,34 @@ def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
     assert end.cached_tokens == 2048
 
 
+@pytest.mark.filterwarnings("ignore:The prompt has")
+@pytest.mark.parametrize("what", ["is gone", "refuses"])
+def test_a_store_that_is_gone_or_refuses_leaves_answers_as_they_are_and_is_told_once(tmp_path: Path, what: str):
+    folder, told = model_in(tmp_path / "model", 2**13), list[str]()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    if what == "refuses":  # texts beyond 400 tokens
+        rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0}
+        factors = {
+            "short_factor": [1.0] * (model.config.head_dim // 2),
+            "long_factor": [1.5] * (model.config.head_dim // 2),
+        }
+        model.config.rope_parameters = rotation | factors | {"original_max_position_embeddings": 400}
+        type(model)(model.config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = Engine(
+        model, tokenizer, PrefixStore(tmp_path / "store"), memory_bytes=0, remark=told.append, cache="dynamic"
+    )
+    answer = AnswerSettings(max_new_tokens=3)
+    expected = generated(str(folder), DOCUMENT, max_new_tokens=3)
+    if what == "is gone":
+        shutil.rmtree(tmp_path / "store")
+    for prompt in (DOCUMENT, DOCUMENT, (("user", DOCUMENT),)):
+        *texts, end = engine.answer(prompt, answer, lambda: None)
+        assert isinstance(end, Answered)
+        assert isinstance(prompt, tuple) or "".join(map(str, texts)) == expected
+    assert len(told) == 1
+
+
 def test_a_server_says_why_it_refuses_and_why_it_ends_an_answer(model: Path, tmp_path: Path):
     """Clients beyond the queue are told when to come again; who leaves the queue makes room in it; then Ctrl-C."""
     with pytest.MonkeyPatch.context() as patch:
