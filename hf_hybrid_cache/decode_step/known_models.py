@@ -248,7 +248,7 @@ def _unknown_forms(part: str, modules: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def _code_of_others(modules: list[nn.Module]) -> Iterator[str]:
-    """What runs in modules beside their forward, or changes it."""
+    """Yield all that runs in modules beside their forward, or changes it."""
     hooks = [getattr(module, name) for module in modules for name in _HOOKS]
     hooks += [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
     # Once outputs were asked for, transformers' hooks stay, and do nothing while none are collected.

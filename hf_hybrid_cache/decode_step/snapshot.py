@@ -1,4 +1,4 @@
-"""What the layers of a decoder compute with at one time, noted so that a change is seen before each step."""
+"""A note of all that the layers of a decoder compute with, by which a change is seen before each step."""
 
 import contextlib
 import sys
@@ -29,7 +29,7 @@ _values = methodcaller("values")
 
 class Snapshot:
     """
-    What the layers of a decoder compute with at one time: all that they hold, and the functions that they use.
+    All that the layers of a decoder compute with at one time: what they hold, and the functions that they use.
 
     It notes the type and all attributes of each module, the slots of parameters, buffers and hooks among them, with
     what is in dictionaries and lists there; where each tensor is, and its shape; the config; all attributes of the

@@ -40,7 +40,7 @@ def require_alike(known: KnownModel, decoder: Any) -> None:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What a layer has beside its weights and its number: settings by what they are, objects by which they are."""
+    """Return all that a layer has beside its weights and its number: settings by value, objects by identity."""
     return tuple(
         (type(module), name, value if isinstance(value, (float, int, str)) else id(value))
         for module in layer.modules()

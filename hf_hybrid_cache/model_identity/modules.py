@@ -1,4 +1,4 @@
-"""What modules are beside their tensors: classes, attributes, hooks; and whose code they run."""
+"""Classes, attributes and hooks of modules, all that they are beside their tensors; and whose code they run."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping

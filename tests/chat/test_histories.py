@@ -137,5 +137,5 @@ class Talk(RuleBasedStateMachine):
         self.chat.system = self.system = system
 
 
-def test_any_history_of_a_conversation_computes_its_prompts_and_answers_as_a_cold_read():
+def test_any_history_of_a_conversation_has_the_answers_of_cold_reads():
     run_state_machine_as_test(Talk, settings=search_at_random(100, 5000, stateful_step_count=8))

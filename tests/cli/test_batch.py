@@ -280,7 +280,7 @@ def test_what_was_answered_from_something_else_is_asked_again(batch: Batch, tmp_
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "a full disk"])
-def test_an_answer_stays_until_a_new_one_is_written_whatever_ends_the_batch(
+def test_an_answer_stays_until_a_new_one_is_written_whatever_ends_it(
     batch: Batch, end: str, monkeypatch: pytest.MonkeyPatch
 ):
     resource = pytest.importorskip("resource")  # of POSIX
@@ -314,7 +314,7 @@ def test_an_answer_stays_until_a_new_one_is_written_whatever_ends_the_batch(
     assert {json.dumps(answer) for answer in before.values()} == {json.dumps(json.loads(line)) for line in earlier}
 
 
-def test_a_model_that_comes_from_the_hub_in_the_first_run_is_the_same_in_the_next(
+def test_a_model_that_comes_from_the_hub_is_the_same_in_the_next_run(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     commit, place, folder = "0" * 40, tmp_path / "hub/models--ada--tiny", batch.model

@@ -62,7 +62,7 @@ def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path:
     assert listed(tmp_path)[0]["bits"] is None
 
 
-def test_list_when_a_file_has_time_0_and_the_folder_a_name_that_is_not_utf_8_then_has_all(folder: Path):
+def test_list_when_times_are_0_and_names_are_not_utf_8_then_has_all(folder: Path):
     named = folder.rename(os.fsdecode(bytes(folder) + b"-\xe9"))
     for path in (named / "nodes").iterdir():
         os.utime(path, (0, 0))

@@ -150,7 +150,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_a_step_when_a_function_was_replaced_gives_what_the_own_forward_gives(twins: Twins, patch: str):
+def test_step_when_a_function_was_replaced_gives_what_forward_gives(twins: Twins, patch: str):
     with patched(*PATCHES[patch]):
         assert not twins.steps(2)
     assert twins.steps(2) == 2
@@ -159,7 +159,7 @@ def test_a_step_when_a_function_was_replaced_gives_what_the_own_forward_gives(tw
 
 
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
-def test_a_step_when_all_modules_have_a_hook_gives_what_the_own_forward_gives(twins: Twins, register: Any):
+def test_step_when_all_modules_have_a_hook_gives_what_forward_gives(twins: Twins, register: Any):
     with register(lambda module, *args: hook(module, *args) if isinstance(module, nn.SiLU) else None):
         assert not twins.steps(2)
     assert twins.steps(2) == 2
@@ -197,14 +197,14 @@ class Halving(DynamicHybridCache):
         return DynamicHybridCache.update(self, keys, values / 2, *args, **options)
 
 
-def test_a_step_over_a_cache_that_takes_states_otherwise_gives_what_the_own_forward_gives():
+def test_step_when_a_cache_takes_states_otherwise_gives_what_forward_gives():
     twins = Twins(made_at_random(), Halving)
     twins.forward(random_prompt(1, 40))
     assert not twins.steps(2)
     assert twins.fused.other_passes["the cache is not of this package"] == 3
 
 
-def test_a_step_when_update_of_the_cache_was_replaced_gives_what_the_own_forward_gives(twins: Twins):
+def test_step_when_update_was_replaced_gives_what_forward_gives(twins: Twins):
     for cache in (twins.ours, twins.own):
         cache.update = types.MethodType(Halving.update, cache)  # type: ignore[method-assign]
     assert not twins.steps(2)
@@ -221,7 +221,7 @@ def test_a_functional_call_turns_fused_steps_off_only_while_it_runs(twins: Twins
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_when_squares_of_states_overflow_gives_what_the_own_forward_gives(dtype: torch.dtype):
+def test_step_when_squares_of_states_overflow_gives_what_forward_gives(dtype: torch.dtype):
     twins = Twins(made_at_random(dtype=dtype))
     twins.forward(random_prompt(1, 40))
     for scale in (1e18, 1e19, 1e20, 1e38):

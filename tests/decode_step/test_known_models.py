@@ -138,7 +138,7 @@ def test_fuse_decode_when_a_weight_is_unfit_then_names_it(llama: Any, reason: st
     assert reason in refusal(llama)
 
 
-def test_fuse_decode_when_a_weight_is_in_host_memory_for_good_then_is_known(llama: Any):
+def test_fuse_decode_when_a_weight_stays_in_host_memory_then_is_known(llama: Any):
     projection = llama.model.layers[0].self_attn.q_proj
     set_weight(projection, HostWeight(projection.weight.detach()))
     fuse_decode(llama)

@@ -316,6 +316,7 @@ class Reloaded(CacheMachine):
         path, before = self.folder / "cache.kv", self.ours
         try:
             before.save(path)
+            self.content = path.read_bytes()
             self.ours = HybridCache.load(path, self.setup.config, mmap=mmap)
         except CacheFileError as error:
             # Codecs whose grouping is swapped; layers that no kernel attends to.
@@ -324,7 +325,7 @@ class Reloaded(CacheMachine):
         assert self.ours.codecs == before.codecs
         if not self.setup.is_shard:
             assert self.ours._stores.placement == before._stores.placement
-        self.content = path.read_bytes()
+        self.kept = {}  # a file has no checkpoints
 
     def teardown(self) -> None:
         super().teardown()

@@ -198,7 +198,7 @@ def test_a_call_does_not_depend_on_the_calls_before_in_its_memory():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux and its C library allow")
-def test_attention_when_the_system_has_no_memory_to_merge_results_then_is_an_error():
+def test_attention_when_there_is_no_memory_to_merge_then_is_an_error():
     program = "from kernels import test_attention; test_attention.check_without_memory()"
     run_program(program, MALLOC_MMAP_THRESHOLD_="65536")  # what is larger comes from the system, and goes back
 

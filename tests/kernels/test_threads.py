@@ -287,7 +287,7 @@ def test_call_when_a_part_finds_no_memory_then_is_an_error_after_all_parts(parts
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timer")
 @pytest.mark.parametrize("pool", POOLS)
-def test_signal_within_a_kernel_when_its_handler_raises_then_reaches_the_caller_of_a_whole_kernel(pool: str):
+def test_signal_in_a_kernel_when_it_raises_then_the_kernel_is_whole_first(pool: str):
     if POOLS[pool]() is None:
         pytest.skip("no OpenMP runtime with GNU's interface is in the process")
     run_program(f"from kernels import test_threads; test_threads.check_signals(test_threads.POOLS[{pool!r}]())")

@@ -28,7 +28,7 @@ def attend(cache: HybridCache, length: int, mask: torch.Tensor | None = None, la
     return scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
 
 
-def test_memory_to_work_in_is_that_of_the_largest_call_and_reset_gives_it_back():
+def test_working_memory_is_that_of_the_largest_call_until_reset():
     lengths, alone = [1, 60, 7, 200, 33, 1], []
     for length in lengths:
         cache = filled(DynamicHybridCache(CONFIG), 1, 2000)

@@ -50,7 +50,7 @@ class Steering(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prompt_when_a_module_is_of_the_users_own_file_then_is_not_kept_without_a_name(way: str, tmp_path: Path):
+def test_prompt_when_a_module_is_a_users_own_then_needs_a_name_to_be_kept(way: str, tmp_path: Path):
     model: Any = new_llama()
     model.model.layers[0].mlp = Steering(model.model.layers[0].mlp, way).eval()
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_model_when_all_models_run_code_of_others_then_needs_a_name(monkeypatch:
         identity(model)
 
 
-def test_model_when_only_this_package_and_transformers_changed_it_then_needs_no_name():
+def test_model_when_nobody_else_changed_it_then_needs_no_name():
     model: Any = new_llama()
     before = identity(model)
     with torch.no_grad(), fuse_decode(model):

@@ -127,7 +127,7 @@ def test_text_for_a_model_of_images_or_with_an_adapter_is_kept(
 
 
 @of_peft
-def test_states_when_a_call_chooses_adapters_then_are_found_by_such_calls_alone(tmp_path: Path):
+def test_states_when_a_call_chooses_adapters_are_found_by_such_calls_alone(tmp_path: Path):
     wrapper, ids, store = adapted(), random_prompt(1, 200), PrefixStore(tmp_path, identity="lora")
     model = wrapper.get_base_model()
 

@@ -101,7 +101,7 @@ EDITED = [(Told.of_store, 300, 300), (Told.edit, 100, 0), (Told.keep, 1, 0), (To
 
 
 @pytest.mark.soak
-def test_any_history_of_caches_that_are_kept_leaves_the_bits_of_a_cold_read(tmp_path: Path):
+def test_any_history_of_kept_caches_leaves_the_bits_of_a_cold_read(tmp_path: Path):
     folders = map(str, itertools.count())
 
     def prompted(folder: Path, form: str, length: int, document: int) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def test_any_history_of_caches_that_are_kept_leaves_the_bits_of_a_cold_read(tmp_
     search()
 
 
-def test_conversation_when_another_one_has_its_tokens_then_has_states_of_its_own(tmp_path: Path):
+def test_conversation_when_another_has_its_tokens_then_has_its_own_states(tmp_path: Path):
     first, second = Told(tmp_path, "gemma3", "4 bits"), Told(tmp_path, "gemma3", "4 bits")
     for told, step in ((first, first.embed), (second, second.read)):
         told.of_store(300, 300)
@@ -152,7 +152,7 @@ def test_keep_when_there_are_several_sequences_then_refused(tmp_path: Path):
     assert told.store.prompts() == []
 
 
-def test_document_when_a_pass_would_have_one_token_then_ends_with_its_chunk(tmp_path: Path):
+def test_document_when_a_pass_would_have_one_token_ends_with_its_chunk(tmp_path: Path):
     told = Told(tmp_path, "llama", "full")
     told.of_store(1, 1)
     assert told.store.prompts() == []

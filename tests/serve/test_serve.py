@@ -201,7 +201,7 @@ def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:The prompt has")
 @pytest.mark.parametrize("what", ["is gone", "refuses"])
-def test_a_store_that_is_gone_or_refuses_leaves_answers_as_they_are_and_is_told_once(tmp_path: Path, what: str):
+def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_path: Path, what: str):
     folder, told = model_in(tmp_path / "model", 2**13), list[str]()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     if what == "refuses":  # texts beyond 400 tokens

@@ -157,7 +157,7 @@ DATABASES: dict[str, Callable[[Path], object]] = {
 
 PREFIX = identity_digest(IDENTITY)
 NODE = {"parent": None, "prefix": PREFIX, "start": 0}
-METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "3", "description": "Dear", "states": ""}
+METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "4", "description": "Dear", "states": ""}
 FORM = TensorForm("uint8", (100, 4))
 HEADS: list[dict[str, Any]] = [
     {"metadata": METADATA | {"format_version": "2"}},
@@ -180,7 +180,7 @@ def write_node(path: Path, metadata: dict[str, str] = METADATA, node: Any = NODE
     database_of(path).unlink()
 
 
-def test_file_of_version_3_is_found_again(path: Path):
+def test_file_of_this_version_is_found_again(path: Path):
     open_folder(path)
     write_node(path)
     user = open_folder(path)
