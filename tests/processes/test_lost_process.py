@@ -13,6 +13,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
+from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from .groups import NEEDS_GROUPS, Group
@@ -40,6 +41,8 @@ def lost_at_call(number: int, lost_rank: int, at: int) -> Callable[..., None]:
         if calls == at and distributed.get_rank() == lost_rank:
             os.kill(os.getpid(), number)
 
+    # A process that is stopped while it compiles would hold the lock of a kernel, for which all others wait.
+    compile_kernels(torch.float32, True, lambda: None)
     distributed.barrier()
     _set_pg_timeout(timedelta(seconds=5))
     return called
