@@ -39,7 +39,7 @@ def forget_graphs() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("how", [compile_layers, lambda model: model.compile(backend="eager"), compile_with_a_compiler])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel], None], name: str):

@@ -76,7 +76,7 @@ def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: i
 
 
 @needs_llama_cpp
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("context", "copies"), [(None, 1), (61, 2), (180, 3)])
 def test_llama_cpp_says_what_the_model_says(

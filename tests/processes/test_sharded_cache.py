@@ -78,7 +78,7 @@ def contract(name: str, family: str, mode: str, more: int) -> Result:
     return MODES[mode](tiny_model(family), lambda config: shared(name, config), more)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("group", [2, 3], indirect=True)
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def at_random(name: str) -> None:
         "Machine", (ShardedMachine,), {"setups": st.sampled_from([setup, replace(setup, dtype=torch.bfloat16)])}
     )
     try:
-        run_state_machine_as_test(machine, settings=settings(search_at_random(15, 100), deadline=None, **options))
+        run_state_machine_as_test(machine, settings=settings(search_at_random(3), deadline=None, **options))
     except KeyboardInterrupt as interrupt:
         raise AssertionError("A step failed.") from interrupt
 
