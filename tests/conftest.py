@@ -54,10 +54,6 @@ interpreted.load()
 
 _STARTED = time.monotonic()
 
-# The same examples every time, but in a soak; what fails then says how to repeat it.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
-
 
 @pytest.fixture
 def exact_kernels() -> Iterator[None]:
@@ -88,7 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
     is_soaking = config.getoption("--soak") is not None
     if is_soaking:
         soak.begin()
-    hypothesis.settings.load_profile("soak" if is_soaking else "tests")
+    # The same examples every time, but in a soak; what fails then says how to repeat it.
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=not is_soaking, print_blob=is_soaking)
+    hypothesis.settings.load_profile("tests")
     # By default collections take a twentieth of the run, and more while modules are imported.
     gc.set_threshold(100_000)
 
