@@ -32,7 +32,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 # Few tokens, more than an expert takes at once, and so many that all experts are streamed.
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("num_tokens", [1, 20, 60, 300])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -48,7 +48,7 @@ def test_a_model_computes_on_the_device_what_it_computes_on_the_cpu(family, bits
     assert errors.median() < (1e-5 if bits is None else 2e-3)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 @pytest.mark.usefixtures("exact_kernels")

@@ -50,4 +50,4 @@ class AcceleratorMachine(CacheMachine):
 @pytest.mark.parametrize("order", ORDERS)
 def test_cache_on_accelerator_when_any_operations_then_as_dynamic_cache(order: str):
     # A device decodes codes with other last bits than the CPU.
-    run(AcceleratorMachine, thorough=40, order=order, setups=setups(torch.float32, is_quantized=False))
+    run(AcceleratorMachine, examples=8, order=order, setups=setups(torch.float32, is_quantized=False))

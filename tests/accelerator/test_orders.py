@@ -61,7 +61,7 @@ def fill(cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: b
     return given
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @all_orders
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)

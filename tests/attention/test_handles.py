@@ -146,7 +146,7 @@ def masks(tokens: int, new: int) -> dict[str, torch.Tensor | None]:
     }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mask", masks(2, 1))
 @pytest.mark.parametrize(("past", "new"), [(1, 1), (63, 1), (64, 1), (200, 1), (60, 5), (200, 16)])

@@ -63,7 +63,7 @@ def check(
     np.testing.assert_allclose(lse.double().cpu(), expected_lse, rtol=0, atol=bounds[1])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @ATTEND
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16), (7, 7)], ids=str)

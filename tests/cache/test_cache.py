@@ -85,7 +85,7 @@ def bytes_of(buffers: list[weakref.ref]) -> int:
     return sum(buffer.num_bytes for reference in buffers if (buffer := reference()) is not None)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("operation", ["reset", "to", "repeat and reset", "drop"])
 @pytest.mark.parametrize("place", sorted(ALL))
 def test_all_buffers_are_gone_at_once_after_a_reset_or_a_move(place: str, operation: str):

@@ -51,7 +51,7 @@ def run(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, chunk: in
     return torch.cat([model(piece, **cache_argument(cache)).logits for piece in ids.split(chunk, dim=1)], dim=1)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [1, 64, UNTIL_QUANTIZED, UNTIL_QUANTIZED + 1])
 def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk: int, place: str):
@@ -71,7 +71,7 @@ def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk:
     assert cache.codecs == chosen
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [1000, 150])

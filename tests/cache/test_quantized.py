@@ -36,7 +36,7 @@ def fill(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32
         del held  # its memory is lent again to the next layer
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.54), (4, 0.29), ((4, 2), 0.23), (2, 0.17)])
 @pytest.mark.parametrize("cpu_decode", [True, False])
 def test_bytes_held_for_a_long_context_are_a_fraction_of_those_of_bfloat16(bits, most: float, cpu_decode: bool):

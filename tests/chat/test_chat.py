@@ -39,7 +39,7 @@ TESTS = Path(__file__).parents[1]
 every_cache = pytest.mark.parametrize("cache", CACHES)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("settings", [SETTINGS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @pytest.mark.parametrize("cache", FULL_PRECISION)
@@ -67,7 +67,7 @@ def test_prompts_are_those_of_the_chat_template(has_document: bool):
         messages.append({"role": "assistant", "content": chat.turns[-1].answer})
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
 def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
@@ -96,7 +96,7 @@ def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
 # Several at once
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("cache", FULL_PRECISION)
 def test_answers_together_equal_single_ones(cache: str, family: str):
@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
     assert said(chat, "Who?") == expected
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
@@ -286,7 +286,7 @@ def test_a_system_message_set_later_equals_one_set_at_the_start(cache: str):
 # Going on
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "stock"])
 def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, family: str, tmp_path: Path):

@@ -138,4 +138,4 @@ class Talk(RuleBasedStateMachine):
 
 
 def test_any_history_of_a_conversation_has_the_answers_of_cold_reads():
-    run_state_machine_as_test(Talk, settings=search_at_random(100, 5000, stateful_step_count=8))
+    run_state_machine_as_test(Talk, settings=search_at_random(20, stateful_step_count=8))

@@ -53,15 +53,6 @@ def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path
     assert rows[2].endswith("日本.txt: Who?")
 
 
-def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path: Path):
-    model = tiny_model("llama")
-    cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200)
-    PrefixStore(tmp_path).prefill(model, prompt, cache, document_tokens=200, progress=False)
-    heading, _ = run("store", tmp_path).stdout.splitlines()
-    assert heading.split() == [each for each in HEADINGS if each not in ("weights", "cache", "title")]
-    assert listed(tmp_path)[0]["bits"] is None
-
-
 def test_list_when_times_are_0_and_names_are_not_utf_8_then_has_all(folder: Path):
     named = folder.rename(os.fsdecode(bytes(folder) + b"-\xe9"))
     for path in (named / "nodes").iterdir():

@@ -84,7 +84,7 @@ def test_codes_of_quanto_when_decoded_then_are_numbers_of_quanto(bits: int):
     assert torch.equal(read(codec, given), (scale * codes - shift).T.reshape(given.shape))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 24, 128, 130])
 @pytest.mark.parametrize("group_size", [16, 64])

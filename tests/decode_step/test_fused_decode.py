@@ -42,7 +42,7 @@ def twins(llama: Any) -> Twins:
     return twins
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -87,7 +87,7 @@ def is_attended_on_cpu(cache: HybridCache) -> bool:
     return all(layer.is_attended_on_cpu for layer in cache.layers if isinstance(layer, HybridLayer) and layer.store)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @declines
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +113,7 @@ PLACEMENTS = {
 
 
 @torch.no_grad()
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("codec", [None, minmax(8, rotate=True), minmax(4)], ids=str)
 @pytest.mark.parametrize("before", PLACEMENTS)
 def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str, codec: KVCodec | None, path: Path):
@@ -340,7 +340,7 @@ class Reloaded(CacheMachine):
 def test_any_sequence_of_operations_with_files_between_leaves_the_same(
     dtype: torch.dtype, is_quantized: bool, tmp_path: Path
 ):
-    run(Reloaded, thorough=20, folder=tmp_path, setups=setups(dtype, is_quantized))
+    run(Reloaded, examples=4, folder=tmp_path, setups=setups(dtype, is_quantized))
 
 
 # Memory

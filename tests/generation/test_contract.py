@@ -32,21 +32,21 @@ def ways(are_crossed: bool) -> pytest.MarkDecorator:
 pytestmark = pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @ways(True)
 @pytest.mark.parametrize("cache", VARIANTS)
 def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str):
     VARIANTS[cache].require(tiny_model(family), mode)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @ways(False)
 @pytest.mark.parametrize("cache", VARIANTS)
 def test_tokens_and_logits_in_simpler_ways_equal_those_of_dynamic_cache(cache: str, family: str, mode: str):
     VARIANTS[cache].require(tiny_model(family), mode)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @ways(True)
 @pytest.mark.parametrize("cache", SAME_ATTENTION)
 def test_tokens_and_logits_in_bfloat16_equal_those_of_dynamic_cache(cache: str, family: str, mode: str):
@@ -71,7 +71,7 @@ class ComparedAttention(StoredAttention):
 
 
 # Attention's rounding changes the states that codes are made of, so tokens and logits tell little here.
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.usefixtures("exact_kernels")
 @ways(True)
 @pytest.mark.parametrize("cache", sorted(set(QUANTIZED_OWN_ATTENTION).difference(OF_8_BITS)))

@@ -31,7 +31,6 @@ from kernels.calls import (
 from kernels.reference import ELEMENTS, attention, random_masks, stored
 
 from common.programs import run_program
-from common.slow import combination
 from common.soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
@@ -41,7 +40,7 @@ LENGTHS = [("few", 1, 1), ("few", 2, 64), ("few", 5, 65), ("few", 1, 64 * BLOCK 
 LENGTHS += [("many", 1, 1), ("many", BLOCK + 1, 2 * BLOCK), ("many", 257, 757), ("many", 2, 5002)]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize(("way", "length", "tokens"), LENGTHS)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("causal", [False, True])
@@ -49,7 +48,7 @@ def test_lengths_straddle_blocks_and_parts(storage: str, way: str, length: int, 
     check(*make(storage, tokens, num_kv_heads=2, group=3, length=length), way=way, causal=causal)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @EVERY_WAY
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 96), (24, 12)])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 70)])
@@ -74,7 +73,7 @@ def test_attention_when_channels_are_scaled_or_mixed_then_is_exact(
 
 @EVERY_WAY
 @pytest.mark.soak
-@search_at_random(125, 1500)
+@search_at_random(25)
 @given(data=st.data())
 def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, data: st.DataObject):
     """Blocks of codes lie between those in full precision; they come in every form, and head dims and groups vary."""
@@ -237,7 +236,7 @@ LESSER = {
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", ["no extension", combination("no half precision"), combination("AVX-VNNI")])
+@pytest.mark.parametrize("processor", LESSER)
 def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Path):
     """The kernels are compiled anew for them, in a process of its own."""
     name, features, has_dot_product = LESSER[processor]

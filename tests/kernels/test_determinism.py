@@ -37,7 +37,7 @@ def bytes_of(action: Callable[[], tuple[np.ndarray, ...]]) -> list[bytes]:
 
 
 @EVERY_WAY
-@search_at_random(25, 200)
+@search_at_random(5)
 @given(data=st.data())
 def test_attention_when_shapes_are_random_then_ignores_thread_count(way: str, data: st.DataObject):
     draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))

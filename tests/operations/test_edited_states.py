@@ -65,7 +65,7 @@ def assign_longer_keys_of_all_layers_first(cache: Cache) -> None:
             setattr(layer, name, torch.cat([states, states[:, :, :70]], dim=2))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "edit", [steer, evict, edit_twice_with_a_question_between, assign_longer_keys_of_all_layers_first]

@@ -372,9 +372,9 @@ def check_same_states(ours: HybridCache, plain: DynamicCache) -> None:
         assert torch.equal(mine.values, theirs.values)
 
 
-def run(kind: type[CacheMachine] = CacheMachine, thorough: int = 8, **attributes: object) -> None:
+def run(kind: type[CacheMachine] = CacheMachine, examples: int = 2, **attributes: object) -> None:
     machine = type("Machine", (kind,), attributes)
-    run_state_machine_as_test(machine, settings=search_at_random(thorough, 25 * thorough, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=search_at_random(examples, stateful_step_count=30))
 
 
 @pytest.mark.soak
@@ -383,4 +383,4 @@ def run(kind: type[CacheMachine] = CacheMachine, thorough: int = 8, **attributes
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
 def test_random_cache_when_any_operations_then_equals_plain_cache(is_quantized: bool, copies_late: bool):
     of_any_type = st.sampled_from(DTYPES).flatmap(lambda dtype: setups(dtype, is_quantized, copies_late))
-    run(thorough=24, setups=of_any_type)
+    run(examples=5, setups=of_any_type)

@@ -37,7 +37,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
     act, counting = partial(CHANGES[change], path), Interruption(ERRORS[error])
     prepared(path, change)
     counting.run(act)
-    for line in range(0, counting.lines, max(1, counting.lines // budget(60, 100_000))):
+    for line in range(0, counting.lines, max(1, counting.lines // budget(12))):
         prepared(path, change)
         interruption = Interruption(ERRORS[error], line)
         # A file that seems damaged goes with a warning.
@@ -54,7 +54,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops processes at calls of the system")
 def test_process_when_killed_at_any_call_then_leaves_a_whole_folder(path: Path):
-    every = 29 if budget(5, 5) < 5 else 1
+    every = 29 if budget(1) == 1 else 1
     run_program(f"from store_folder import trials; trials.kill_everywhere({str(path)!r}, {every})")
     count("changes of a prefix store killed at every so many calls", len(CHANGES))
 
@@ -73,7 +73,7 @@ def is_done(change: str, path: Path) -> bool:
 @pytest.mark.parametrize("change", ["fill", "add", "add_in_place_of_others", "make_database"])
 def test_change_when_files_cannot_grow_then_was_not(change: str, path: Path):
     results = []
-    for num_bytes in range(0, 50_000, 50_000 // budget(100, 2000)):
+    for num_bytes in range(0, 50_000, 50_000 // budget(20)):
         prepared(path, change)
         with limited("RLIMIT_FSIZE", num_bytes):
             results.append(is_done(change, path))

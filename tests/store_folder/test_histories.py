@@ -164,7 +164,7 @@ def num_common(one: Tokens, other: Tokens) -> int:
 
 @pytest.mark.soak
 def test_folder_when_used_at_random_then_finds_what_a_dictionary_does(path: Path):
-    for seed in range(budget(600, 30_000)):
+    for seed in range(budget(120)):
         history = History(path, Random(seed))
         for _ in range(12):
             history.step()

@@ -79,7 +79,7 @@ def use_at_random(path: Path, seed: int, steps: int, done: Any) -> None:
 
 @pytest.mark.soak
 def test_processes_with_threads_when_one_is_killed_then_all_is_right(path: Path):
-    steps, done = budget(500, 5000), [SPAWN.Semaphore(0) for _ in range(3)]
+    steps, done = budget(100), [SPAWN.Semaphore(0) for _ in range(3)]
     users = [SPAWN.Process(target=use_at_random, args=(path, seed, steps, done[seed])) for seed in range(3)]
     for user in users:
         user.start()
@@ -103,7 +103,7 @@ def found_with_warnings(path: Path) -> int:
 def test_database_when_damaged_then_several_processes_make_it_again(path: Path):
     keep(open_folder(path), PROMPT)
     with ProcessPoolExecutor(3, SPAWN) as pool:
-        for number in range(budget(200, 5000)):
+        for number in range(budget(40)):
             assert [*pool.map(found_with_warnings, [path] * 3)] == [200] * 3, number
             (path / "prompts.sqlite").write_bytes(b"x" * 5000 * (number % 2))
 
