@@ -112,15 +112,6 @@ def test_all_buffers_are_gone_at_once_after_a_reset_or_a_move(place: str, operat
         gc.enable()
 
 
-def test_a_cache_after_reset_is_as_new_and_serves_other_inputs(cache: HybridCache):
-    empty = cache.memory()
-    assert (empty.device_bytes, empty.host_bytes, empty.num_tokens, empty.bytes_per_token) == (0, 0, 0, 0.0)
-    fill(cache).reset()
-    assert cache.memory() == empty
-    assert cache.stats.bytes_to_host == cache.get_seq_length() == 0
-    assert fill(cache, (3, 2, 7, 16)).get_seq_length() == 7
-
-
 @pytest.mark.filterwarnings("ignore:Host memory will end")
 def test_a_copy_asks_only_for_what_it_adds(cache: HybridCache, monkeypatch: pytest.MonkeyPatch):
     twin = copy.deepcopy(fill(cache, (2, 2, 640, 16)))

@@ -19,18 +19,13 @@ BITS = [8, 4, 2]
 class MinMaxContract(CodecContract):
     bits: ClassVar[int]
     rotate: ClassVar[bool] = False
-    group_size: ClassVar[int] = 64
 
     def make(self) -> KVCodec:
-        return minmax(self.bits, self.group_size, rotate=self.rotate)
+        return minmax(self.bits, rotate=self.rotate)
 
 
 class TestOf8Bits(MinMaxContract):
     bits, error = 8, 0.02
-
-
-class TestRotatedOf8Bits(TestOf8Bits):
-    rotate = True
 
 
 class TestOf4Bits(MinMaxContract):
@@ -39,10 +34,6 @@ class TestOf4Bits(MinMaxContract):
 
 class TestRotatedOf4Bits(TestOf4Bits):
     rotate = True
-
-
-class TestOf4BitsInSmallGroups(TestOf4Bits):
-    group_size = 16
 
 
 class TestOf2Bits(MinMaxContract):

@@ -36,16 +36,14 @@ from common.soak import count, search_at_random
 STORAGES = list(ELEMENTS)
 DIMS = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
 # The way, the number of queries, and that of tokens: around parts that are shared out. Others are drawn at random.
-LENGTHS = [("few", 1, 1), ("few", 2, 64), ("few", 5, 65), ("few", 1, 64 * BLOCK + 1), ("few", 1, 20_000)]
-LENGTHS += [("many", 1, 1), ("many", BLOCK + 1, 2 * BLOCK), ("many", 257, 757), ("many", 2, 5002)]
+LENGTHS = [("few", 2, 64), ("few", 1, 64 * BLOCK + 1), ("many", BLOCK + 1, 2 * BLOCK), ("many", 257, 757)]
 
 
-@pytest.mark.default("pairs")
+@pytest.mark.default("values")
 @pytest.mark.parametrize(("way", "length", "tokens"), LENGTHS)
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("causal", [False, True])
-def test_lengths_straddle_blocks_and_parts(storage: str, way: str, length: int, tokens: int, causal: bool):
-    check(*make(storage, tokens, num_kv_heads=2, group=3, length=length), way=way, causal=causal)
+def test_lengths_straddle_blocks_and_parts(storage: str, way: str, length: int, tokens: int):
+    check(*make(storage, tokens, num_kv_heads=2, group=3, length=length), way=way, causal=True)
 
 
 @pytest.mark.default("pairs")
