@@ -87,8 +87,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
-    # They may slow down steps of processes that have more; tests/cache/test_slow_steps.py tests the warning.
-    config.addinivalue_line("filterwarnings", "ignore:Decode steps take:UserWarning")
     is_soaking = config.getoption("--soak")
     soak.set_effort("soak" if is_soaking else "thorough" if config.getoption("--thorough") else "brief")
     hypothesis.settings.load_profile("soak" if is_soaking else "brief")
