@@ -69,7 +69,7 @@ def test_options_are_fields_of_dataclasses_and_a_new_field_is_one():
     assert all(each in shown for each in ("Toys", "--size", "How many."))
     of = taken("--size 3 --document a --document b --context 9 --weights 4 --stop . --top-k 5 --temperature 0.7")
     assert (of[Toy], of[list], of[Prompt]) == (Toy(3), ["a", "b"], Prompt(context=9))
-    assert (of[Model].name, of[Model].quantized_bits, of[Model].only_experts) == ("smollm2-135m", 4, False)
+    assert (of[Model].name, of[Model].weights) == ("smollm2-135m", 4)
     settings = of[Answer].settings(64)
     assert (settings.max_new_tokens, settings.top_k, settings.stop) == (64, 5, (".",))
     assert taken("--store f --store-max 20GiB")[Store] == Store(Path("f"), "20GiB")
