@@ -79,8 +79,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
-    # They may slow down steps of processes that have more; tests/cache/test_slow_steps.py tests the warning.
-    config.addinivalue_line("filterwarnings", "ignore:Decode steps take:UserWarning")
     # Programs that tests start would inherit what nohup, or the background of a script, ignores.
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -81,7 +81,7 @@ class WholeSteps:
                 return False
         return True
 
-    def begin(self, batch: int) -> None:
+    def begin(self) -> None:
         """
         Note that a step begins, as the cache does when a forward pass comes to its first layer.
 
@@ -92,7 +92,6 @@ class WholeSteps:
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
         cache._passes.note_access(self._indices[0], "keys and values")
         cache._stores.note_pass(0)
-        cache._steps.begin(self.num_tokens, batch)
 
     def end(self, queries: torch.Tensor) -> None:
         """Count the token that is written to all layers; `[layers, batch, heads, 1, head_dim]` have attended to it."""
@@ -106,7 +105,6 @@ class WholeSteps:
                 store.forget_uncounted()
             raise
         cache._passes.note_access(self._indices[-1], "keys and values")
-        cache._steps.end()
         if cache._prompts.are_asked_about:
             cache._prompts.note_stored()
         if any(store.wants_queries for store in stores):

@@ -88,9 +88,7 @@ def serve(
                 prompts,
                 memory_bytes=memory_bytes,
                 remark=say,
-                cache=cache.name,
-                bits=cache.bits,
-                cpu_decode=cache.decodes_on_cpu,
+                **cache.arguments,
             )
             server = Server(
                 engine,

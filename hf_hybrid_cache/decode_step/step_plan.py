@@ -92,7 +92,7 @@ class StepPlan:
         steps = self._steps
         assert steps is not None
         self._steps = None  # until it is whole
-        steps.begin(self.rows)
+        steps.begin()
         self._states.copy_(states)
         self._cosines.copy_(cosines)
         self._sines.copy_(sines)

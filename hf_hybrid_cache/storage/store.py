@@ -132,7 +132,7 @@ class Store(LayerStates):
             return 0
         try:
             dense.reserve(held + 1)
-        except HostMemoryError:  # whoever stores the token says what would fit
+        except HostMemoryError:  # whoever stores the token raises it
             return 0
         return min(until_border, dense.num_free, GRANULE - held % GRANULE)
 

@@ -16,10 +16,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 
 from hf_hybrid_cache.chat import AnswerSettings, Chat
-from hf_hybrid_cache.cli.answers import Answers
+from hf_hybrid_cache.cli.batch_files import RESULT_FIELDS, Answers
 from hf_hybrid_cache.cli.loading import LoadedModel, load_model
 from hf_hybrid_cache.cli.options import Model
-from hf_hybrid_cache.cli.questions import RESULT_FIELDS
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import run

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -24,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import (
     CacheFileError,
     DynamicHybridCache,
+    HostMemoryError,
     HybridCache,
     Placement,
     QuantizedHybridCache,
@@ -33,6 +35,8 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.host_memory import Limit
 
 from .groups import NEEDS_GROUPS, Group
 from common.caches import channel_scaled_codecs, stock
@@ -232,6 +236,11 @@ def raised_by(what: str, path: str) -> str:
         save(path)
         HybridCache.load(path, config, group=world, mmap=True)
 
+    def fill_memory() -> None:
+        states = torch.ones(1, 2, 200, 16)
+        with mock.patch.object(host_memory, "tightest_limit", return_value=Limit(0, "")):
+            cache.update(states, states, 0)
+
     wrong: dict[str, Callable[[], Any]] = {
         "no group": lambda: DynamicHybridCache(config, group="world"),
         "others": lambda: DynamicHybridCache(config, group=not_here),
@@ -243,7 +252,7 @@ def raised_by(what: str, path: str) -> str:
     }
     try:
         wrong[what]()
-    except (TypeError, ValueError, CacheFileError, RuntimeError) as error:
+    except (TypeError, ValueError, CacheFileError, RuntimeError, HostMemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
