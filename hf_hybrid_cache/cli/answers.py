@@ -16,7 +16,7 @@ from ..models.shapes import ALIASES
 from .console import UsageError, json_line, strict_json
 from .questions import BYTE_ORDER_MARK, RESULT_FIELDS, Question, key_of
 
-Answer = dict[str, Any]
+Record = dict[str, Any]
 # Weights are too large to be read for a digest: their sizes and times tell of a change.
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".gguf")
 
@@ -98,7 +98,7 @@ class Answers:
         unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
         return Settled(unanswered, len(changed), len(given.keys() - self._asked.keys()))
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Record) -> None:
         """Write an answer, at the end of the file if there is one."""
         line = json_line(answer)
         if self.path is not None:
@@ -118,7 +118,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
-    def _has_changed(self, answer: Answer, model: str | None) -> bool:
+    def _has_changed(self, answer: Record, model: str | None) -> bool:
         """Whether an answer is known to be of another model or of other documents."""
         documents = self._asked[key_of(answer)].documents
         pairs = ((answer.get("model_digest"), model), (answer.get("document_digest"), self._digest_of(documents)))
@@ -151,7 +151,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(path, error) from error
 
-    def _as_asked(self, answer: Answer) -> Answer:
+    def _as_asked(self, answer: Record) -> Record:
         """Give an answer the fields of its question, which may be others by now."""
         question = self._asked.get(key_of(answer))
         if question is None:
@@ -205,7 +205,7 @@ def model_digest(name: str) -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[Record]:
     """Read all answers, without a last line that an interrupt cut off."""
     try:
         text = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
@@ -219,7 +219,7 @@ def _read(path: Path) -> list[Answer]:
     return [_answer(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
 
 
-def _answer(place: str, line: bytes) -> Answer:
+def _answer(place: str, line: bytes) -> Record:
     """Parse one line; raises `UsageError` if it is not an answer."""
     answer, why = _parsed(line)
     if not isinstance(answer, dict) or not _is_answer(answer):

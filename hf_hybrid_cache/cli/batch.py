@@ -13,7 +13,7 @@ from .answers import Answers, model_digest
 from .batch_progress import BatchProgress
 from .batch_reader import BatchOptions, BatchReader, without_missing
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
-from .options import ANSWER, DOCUMENT, Answer, Cache, Model, Prompt, Store, option, with_options
+from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
 from .questions import by_document, read_questions
 
 
@@ -33,7 +33,7 @@ def batch(
     prompt: Prompt,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     at_once: Annotated[
         str,

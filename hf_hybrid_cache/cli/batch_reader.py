@@ -14,12 +14,11 @@ from ..errors import HybridCacheError
 from .answers import documents_digest
 from .batch_progress import BatchProgress
 from .console import note, out_of_memory
-from .options import Answer, Cache, Model, Prompt, Store
+from .options import AnswerOptions, Cache, Model, Prompt, Store
 from .questions import Question
 
 if TYPE_CHECKING:
-    from ..chat import Answer as GivenAnswer
-    from ..chat import Chat
+    from ..chat import Answer, Chat
     from .loading import LoadedModel
 
 # A question, and the fields that its answer has beside those of the question.
@@ -33,7 +32,7 @@ class BatchOptions:
     prompt: Prompt
     cache: Cache
     model: Model
-    answer: Answer
+    answer: AnswerOptions
     store: Store
     at_once: int | None
 
@@ -171,7 +170,7 @@ def without_missing(groups: Sequence[list[Question]], folder: Path) -> tuple[lis
     return missing, others
 
 
-def _fields_of(answer: "GivenAnswer") -> dict[str, Any]:
+def _fields_of(answer: "Answer") -> dict[str, Any]:
     """The fields of an answer, without those that describe its document."""
     return {
         "answer": answer.text,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.options import (
     EXCLUDING,
-    Answer,
+    AnswerOptions,
     AsJson,
     Cache,
     DocumentOption,
@@ -42,7 +42,7 @@ def all_options(
     prompt: Prompt,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     document: DocumentOption = None,
     question: str | None = None,
@@ -70,7 +70,7 @@ def test_options_are_fields_of_dataclasses_and_a_new_field_is_one():
     of = taken("--size 3 --document a --document b --context 9 --weights 4 --stop . --top-k 5 --temperature 0.7")
     assert (of[Toy], of[list], of[Prompt]) == (Toy(3), ["a", "b"], Prompt(context=9))
     assert (of[Model].name, of[Model].quantized_bits, of[Model].only_experts) == ("smollm2-135m", 4, False)
-    settings = of[Answer].settings(64)
+    settings = of[AnswerOptions].settings(64)
     assert (settings.max_new_tokens, settings.top_k, settings.stop) == (64, 5, (".",))
     assert taken("--store f --store-max 20GiB")[Store] == Store(Path("f"), "20GiB")
     assert of[Toy] == Toy()
@@ -100,6 +100,6 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(first: str
 def test_a_text_that_the_locale_could_not_decode_is_read_from_its_bytes():
     undecoded = "Wer prüfte?".encode().decode("ascii", "surrogateescape")  # as Python has it with LC_ALL=C
     assert given_text("--question", undecoded) == Prompt(system=undecoded).system == "Wer prüfte?"
-    assert Answer(stop=[undecoded, "ä\t"]).stop == ["Wer prüfte?", "ä\t"]
+    assert AnswerOptions(stop=[undecoded, "ä\t"]).stop == ["Wer prüfte?", "ä\t"]
     with pytest.raises(UsageError, match="is not UTF-8 text"):
         given_text("--question", "pr\udcfcfte")
