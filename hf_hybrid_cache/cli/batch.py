@@ -18,7 +18,7 @@ from ..errors import HybridCacheError
 from .batch_files import Answers, Question, by_document, documents_digest, model_digest, read_questions
 from .batch_progress import BatchProgress
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts
-from .options import ANSWER, DOCUMENT, Answer, Cache, Model, Prompt, Store, option, with_options
+from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat
@@ -44,7 +44,7 @@ def batch(
     prompt: Prompt,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     at_once: Annotated[
         str,
@@ -165,7 +165,7 @@ def _path_of_answers(out: Path) -> Path | None:
     return out
 
 
-def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: Answer) -> dict[str, Any]:
+def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: AnswerOptions) -> dict[str, Any]:
     """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
     # Names and places are those of the first files of answers, in which later options are missing, as null is.
     sampling = {name: getattr(answer, name) for name in ("temperature", "top_p", "repetition_penalty", "seed")}

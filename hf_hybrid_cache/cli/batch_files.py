@@ -23,7 +23,7 @@ from ..durable_files import replaced_when_whole
 from ..models.shapes import ALIASES
 from .console import UsageError, json_line, strict_json
 
-Answer = dict[str, Any]
+Record = dict[str, Any]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Fields of an answer beside those of its question; a question must not have them.
 RESULT_FIELDS = (
@@ -174,7 +174,7 @@ class Answers:
         unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
         return unanswered, len(changed), len(given.keys() - self._asked.keys())
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Record) -> None:
         """Write an answer, at the end of the file if there is one."""
         line = json_line(answer)
         if self.path is not None:
@@ -194,7 +194,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
-    def _has_changed(self, answer: Answer, model: str | None) -> bool:
+    def _has_changed(self, answer: Record, model: str | None) -> bool:
         """Whether an answer is known to be of another model or of other documents."""
         documents = self._asked[key_of(answer)].documents
         pairs = ((answer.get("model_digest"), model), (answer.get("document_digest"), self._digest_of(documents)))
@@ -227,7 +227,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(path, error) from error
 
-    def _as_asked(self, answer: Answer) -> Answer:
+    def _as_asked(self, answer: Record) -> Record:
         """Give an answer the fields of its question, which may be others by now."""
         question = self._asked.get(key_of(answer))
         if question is None:
@@ -334,7 +334,7 @@ def _refusal(path: Path, wrong: Mapping[int, str]) -> str:
     return "\n".join([f"{path} has {count} that cannot be used:", *named, *more, _EXAMPLE])
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[Record]:
     """Read all answers, without a last line that an interrupt cut off."""
     try:
         text = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)

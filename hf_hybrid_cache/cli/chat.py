@@ -11,7 +11,7 @@ import typer
 
 from .chat_input import ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
-from .options import DOCUMENT, Answer, Cache, DocumentOption, Model, Prompt, Store, option, with_options
+from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
 from .task import why_no_more, write_notice
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def chat(
     prompt: Prompt,
     model: Model,
     cache: Cache,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     command_line: typer.Context,
     conversation: Annotated[

@@ -15,7 +15,7 @@ from .options import (
     DEFAULT_BITS,
     DOCUMENT,
     NEW_TOKENS,
-    Answer,
+    AnswerOptions,
     AsJson,
     Cache,
     DocumentOption,
@@ -41,7 +41,7 @@ def generate(
     store: Store,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     document: DocumentOption = None,
     question: Annotated[
         str | None, option(DOCUMENT, "Question to the model. Without one --store only reads and keeps the documents.")

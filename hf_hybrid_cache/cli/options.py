@@ -200,7 +200,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerOptions:
     """Settings of an answer; raises `UsageError` for what `AnswerSettings` refuses."""
 
     max_new_tokens: Annotated[

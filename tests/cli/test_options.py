@@ -7,7 +7,7 @@ import typer
 
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
-from hf_hybrid_cache.cli.options import EXCLUDING, Answer, Prompt, given_text
+from hf_hybrid_cache.cli.options import EXCLUDING, AnswerOptions, Prompt, given_text
 
 from .commands import error_of
 
@@ -31,6 +31,6 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(first: str
 def test_a_text_that_the_locale_could_not_decode_is_read_from_its_bytes():
     undecoded = "Wer prüfte?".encode().decode("ascii", "surrogateescape")  # as Python has it with LC_ALL=C
     assert given_text("--question", undecoded) == Prompt(system=undecoded).system == "Wer prüfte?"
-    assert Answer(stop=[undecoded, "ä\t"]).stop == ["Wer prüfte?", "ä\t"]
+    assert AnswerOptions(stop=[undecoded, "ä\t"]).stop == ["Wer prüfte?", "ä\t"]
     with pytest.raises(UsageError, match="is not UTF-8 text"):
         given_text("--question", "pr\udcfcfte")

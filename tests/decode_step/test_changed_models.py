@@ -5,6 +5,7 @@ import functools
 import inspect
 import random
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -146,6 +147,15 @@ def test_step_when_a_function_was_replaced_gives_what_forward_gives(twins: Twins
     assert twins.steps(2) == 2
     with patched(*PATCHES[patch]), pytest.raises(UnknownStepError):
         fuse_decode(made_at_random())
+
+
+def test_step_when_a_hook_comes_to_slots_that_were_replaced_gives_what_forward_gives(twins: Twins):
+    for model in (twins.model, twins.own_model):
+        model.model.layers[1].mlp._forward_hooks = OrderedDict()
+    assert twins.steps(1) == 1
+    for model in (twins.model, twins.own_model):
+        model.model.layers[1].mlp.register_forward_hook(hook)
+    assert not twins.steps(2)
 
 
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
