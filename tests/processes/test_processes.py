@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from kernels import test_threads as kernel_calls
-from kernels.reference import to_blocks
 from torch.utils.data import DataLoader, Dataset
 from transformers.cache_utils import Cache
 
@@ -54,12 +53,12 @@ def call_of_a_kernel() -> Callable[[], None]:
     case, bits = kernel_calls.make("bfloat16", 20_000)
     query = np.ascontiguousarray(case.query, np.float32)
     width = query.shape[-1]
-    keys, values = to_blocks(bits[0], transposed=True, width=width), to_blocks(bits[1], transposed=False, width=width)
     workspace, out = Workspace(Shape(1, 1, 1, 1, width, width)), np.empty(width, np.float32)
+    blocks = bits.blocks(case.tokens)
 
     def attend() -> None:
         at, to = (Strided(each.ctypes.data, 0, 0, 0, is_bfloat16=False) for each in (query, out))
-        workspace.attend(at, to, keys, values, case.tokens, 0.125)
+        workspace.attend(at, to, blocks, 0.125)
 
     return attend
 
