@@ -18,6 +18,7 @@ from kernels.calls import (
     EVERY_WAY,
     FEW_WAYS,
     SCORES,
+    Recorded,
     attend_in,
     attend_to,
     attend_to_prompt,
@@ -155,7 +156,7 @@ def test_offsets_when_beyond_32_bits_then_attention_is_exact():
     keys[-1, -1] = np.uint16(0x3F80)
     values[-1, -1, 9] = np.uint16(0x4040)
     workspace = Workspace(Shape(1, heads, 1, 1, dim, dim))
-    out = attend_to(workspace, np.ones((1, heads, 1, dim)), keys, values, tokens, 1.0)
+    out = attend_to(workspace, np.ones((1, heads, 1, dim)), Recorded(keys, values, tokens, heads, dim), 1.0)
     expected = 3 * np.exp(128.0) / (10 * np.exp(128.0) + tokens - 10)
     np.testing.assert_allclose(out[0, -1], expected, rtol=1e-6)
     assert (out[0, :-1] == 0).all()
@@ -203,7 +204,7 @@ def test_attention_when_there_is_no_memory_to_merge_then_is_an_error():
 def check_without_memory() -> None:
     case, bits = make("float32", 70, dims=(64, 2**15))
     workspace, query, out = workspace_of(case), *(torch.zeros(1, 1, 1, width) for width in (64, 2**15))
-    arguments = strided(query), strided(out), *bits.blocks(), case.tokens, 0.125
+    arguments = strided(query), strided(out), bits.blocks(case.tokens), 0.125
 
     workspace.attend(*arguments)
     expected, unlimited = out.clone(), resource.getrlimit(resource.RLIMIT_AS)
