@@ -9,7 +9,7 @@ from hypothesis import given
 
 from fuzz.altered import NO_JSON, altered
 from hf_hybrid_cache.cli.console import UsageError
-from hf_hybrid_cache.cli.questions import RESULT_FIELDS, read_questions
+from hf_hybrid_cache.cli.batch_files import RESULT_FIELDS, read_questions
 
 from common.soak import search_at_random
 
