@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from fuzz.altered import NO_JSON, altered
-from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.batch_files import RESULT_FIELDS, read_questions
+from hf_hybrid_cache.cli.console import UsageError
 
 from common.soak import search_at_random
 
