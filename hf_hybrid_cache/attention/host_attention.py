@@ -122,18 +122,24 @@ class HostAttention:
         return attend_to_prompt(queries, store)
 
     def partial(
-        self, queries: Queries, store: Store, first_of_chunk: int = 0, num_elsewhere: int = 0
+        self,
+        queries: Queries,
+        store: Store,
+        first_of_chunk: int = 0,
+        num_elsewhere: int = 0,
+        mask: MaskArrays | None = None,
     ) -> PartialAttention:
         """
         Attend to a store in host memory on this thread.
 
         The mask of many queries hides tokens from `first_of_chunk` on. Few leave out `num_elsewhere` tokens, which are
-        attended to elsewhere: the last ones, or the last ones that are quantized.
+        attended to elsewhere: the last ones, or the last ones that are quantized; their mask may be made already.
         """
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
         if are_few or (query.is_cpu and has_kernel_for_many(store.shape)):
-            return self._partial(queries, blocks_of(store, num_elsewhere))
+            out, lse = self._attend_to(queries, blocks_of(store, num_elsewhere), torch.float32, mask)
+            return PartialAttention(out, torch.tensor(lse))
         store.wait_for_copies()
         return attend_in_pieces(queries, store, first_of_chunk)
 
@@ -189,14 +195,9 @@ class HostAttention:
 
         def run() -> PartialAttention:
             copied.wait()
-            return self._partial(on_host, blocks_of(store, num_elsewhere), mask)
+            return self.partial(on_host, store, num_elsewhere=num_elsewhere, mask=mask)
 
         return run
-
-    def _partial(self, queries: Queries, blocks: StoredBlocks, mask: MaskArrays | None = None) -> PartialAttention:
-        """Attend like `_attend_to`, with a result that stays."""
-        out, lse = self._attend_to(queries, blocks, torch.float32, mask)
-        return PartialAttention(out, torch.tensor(lse))
 
     def _attend_to(
         self, queries: Queries, blocks: StoredBlocks, dtype: torch.dtype, mask: MaskArrays | None = None
@@ -222,7 +223,10 @@ class HostAttention:
             if mask is None and hides is not None:
                 mask = self._arrays_of(hides)
             shape = Shape(batch, heads // group, group, length, head_dim, value_dim)
-            workspace = self._workspaces.get(shape) or self._new_workspace(shape)
+            workspace = self._workspaces.pop(shape, None) or Workspace(shape, self._memory)
+            self._workspaces[shape] = workspace  # after those that were used before
+            if len(self._workspaces) > _MAX_WORKSPACES:
+                self._workspaces.pop(next(iter(self._workspaces)))
             lse, start = workspace.lse, time.perf_counter()
             workspace.attend(*ends, blocks, scale, *(mask or ()))
         else:
@@ -242,12 +246,6 @@ class HostAttention:
             return SeenTokens(np.array([[[[0, num_tokens]]]]))
         ranges, are_too_wide = self._ranges.of(queries.mask)
         return SeenTokens(ranges, *self._arrays_of(queries.mask)) if are_too_wide else SeenTokens(ranges)
-
-    def _new_workspace(self, shape: Shape) -> Workspace:
-        if len(self._workspaces) == _MAX_WORKSPACES:
-            self._workspaces.pop(next(iter(self._workspaces)))
-        self._workspaces[shape] = Workspace(shape, self._memory)
-        return self._workspaces[shape]
 
 
 def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:

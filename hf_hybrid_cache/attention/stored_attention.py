@@ -6,17 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 
-import numpy as np
 import torch
 
-from ..codecs import is_foldable
-from ..kernels import compile_in_background
 from ..storage import (
     AnyStore,
     CacheStats,
     HostBlocks,
-    KVCodec,
-    KVShape,
     Shard,
     ShardedStore,
     SharedPrefix,
@@ -62,14 +57,6 @@ class StoredAttention:
         """Bytes of the host memory that attention works in."""
         return self._host.num_bytes
 
-    def covers(self, codec: KVCodec) -> bool:
-        """Return whether there is a kernel on the CPU for blocks that are quantized like this."""
-        return is_foldable(codec)
-
-    def has_kernel_for_many(self, shape: KVShape) -> bool:
-        """Return whether many queries attend to states of this shape by a kernel on the CPU."""
-        return has_kernel_for_many(shape)
-
     def takes_prompts(self, store: AnyStore) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
@@ -82,10 +69,6 @@ class StoredAttention:
             and store.shape.device.type == "cpu"
             and has_kernel_for_many(store.shape)
         )
-
-    def prepare(self, element: np.dtype, is_quantized: bool) -> None:
-        """Compile the kernel for blocks of `element`, and for quantized blocks, ahead of its first use."""
-        compile_in_background(element, is_quantized)
 
     def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
         """

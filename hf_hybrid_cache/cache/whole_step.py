@@ -77,9 +77,9 @@ class WholeSteps:
             self._layers, self._stores, self._places, self._versions, strict=True
         ):
             layer, store = layer_of(), store_of()
-            if layer is None or store is None or store.version != version or not layer.still_has(store):
+            if layer is None or store is None or not layer.still_has(store):
                 return False
-            if place_of(store) != place:
+            if store.version != version or place_of(store) != place:
                 return False
         return True
 

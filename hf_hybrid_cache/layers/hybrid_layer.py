@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import QuantizedAttention, StoredAttention, handles_of, observed
+from ..attention import QuantizedAttention, StoredAttention, handles_of, has_kernel_for_many, observed
+from ..kernels import compile_in_background
 from ..storage import (
     GRANULE,
     AnyStore,
@@ -166,7 +167,7 @@ class HybridLayer(CacheLayerMixin):
         place = stores.place_of(self.layer_idx, self._ordinal, shape)
         if place.on_cpu:
             assert shape.element is not None
-            stores.attention.prepare(shape.element, place.choice is not None)
+            compile_in_background(shape.element, place.choice is not None)
         new = place.make(shape)
         try:
             fill(new)
@@ -273,7 +274,7 @@ class HybridLayer(CacheLayerMixin):
             and store.streamed is None
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
-            and self._stores.attention.has_kernel_for_many(store.shape)
+            and has_kernel_for_many(store.shape)
         )
 
     def _add_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..attention import has_kernel_for_many
 from ..storage import KVShape, Scratch
 from .layer_stores import LayerStores
 
@@ -53,7 +54,7 @@ class LayerCost(NamedTuple):
         on_cpu, attends_in_place = place.on_cpu, place.on_cpu or place.on_codes
         is_all_on_cpu = on_cpu and stores.cpu_fraction is None
         # Attention of a chunk then unpacks few blocks at a time.
-        takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
+        takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
         in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
         all_states, later, layouts = lengths[-1] * sum(shape.token_bytes), lengths[1:], store.layout.growing(lengths)
         is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0

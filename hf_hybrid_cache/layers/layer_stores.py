@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..attention import StoredAttention, has_quantized_kernel
+from ..codecs import is_foldable
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -204,7 +205,7 @@ class LayerStores:
                 f"{shape.key_dtype} and {shape.value_dtype}. Load the model in one of these, or pass cpu_decode=False."
             )
         choice = self._choices.get(layer_idx)
-        has_kernel = choice is None or self.attention.covers(choice.codec)
+        has_kernel = choice is None or is_foldable(choice.codec)
         if choice is not None and not has_kernel and is_asked_for:
             raise ValueError(
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."

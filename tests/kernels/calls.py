@@ -61,27 +61,18 @@ class Stored(NamedTuple):
     values: np.ndarray
     codes: QuantizedBlocks | None = None
 
-    def blocks(self, num_tokens: int) -> "Recorded":
+    def blocks(self, num_tokens: int) -> StoredBlocks:
         keys = to_blocks(self.keys, transposed=True, width=self.keys.shape[3])
         values = to_blocks(self.values, transposed=False, width=value_width(self.values.shape[3]))
-        return Recorded(keys, values, num_tokens, self.keys.shape[1], self.values.shape[3], self.codes)
+        return recorded(num_tokens, keys, values, self.keys.shape[1], self.values.shape[3], self.codes)
 
 
-class Recorded(StoredBlocks):
-    """A record that keeps the memory that it is of."""
-
-    def __init__(
-        self,
-        keys: np.ndarray,
-        values: np.ndarray,
-        num_tokens: int,
-        num_kv_heads: int,
-        value_dim: int,
-        codes: QuantizedBlocks | None = None,
-    ):
-        super().__init__()
-        self.write(keys, values, num_kv_heads, value_dim, codes, place=(keys, values, codes))
-        self.count(num_tokens)
+def recorded(num_tokens: int, *arrays_and_sizes: Any) -> StoredBlocks:
+    """Return a record as `StoredBlocks.write` takes it, which keeps the memory that it is of."""
+    blocks = StoredBlocks()
+    blocks.write(*arrays_and_sizes, place=arrays_and_sizes)
+    blocks.count(num_tokens)
+    return blocks
 
 
 def make(

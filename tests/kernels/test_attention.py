@@ -18,12 +18,12 @@ from kernels.calls import (
     EVERY_WAY,
     FEW_WAYS,
     SCORES,
-    Recorded,
     attend_in,
     attend_to,
     attend_to_prompt,
     check,
     make,
+    recorded,
     run,
     scale_for_scores,
     strided,
@@ -156,7 +156,7 @@ def test_offsets_when_beyond_32_bits_then_attention_is_exact():
     keys[-1, -1] = np.uint16(0x3F80)
     values[-1, -1, 9] = np.uint16(0x4040)
     workspace = Workspace(Shape(1, heads, 1, 1, dim, dim))
-    out = attend_to(workspace, np.ones((1, heads, 1, dim)), Recorded(keys, values, tokens, heads, dim), 1.0)
+    out = attend_to(workspace, np.ones((1, heads, 1, dim)), recorded(tokens, keys, values, heads, dim), 1.0)
     expected = 3 * np.exp(128.0) / (10 * np.exp(128.0) + tokens - 10)
     np.testing.assert_allclose(out[0, -1], expected, rtol=1e-6)
     assert (out[0, :-1] == 0).all()

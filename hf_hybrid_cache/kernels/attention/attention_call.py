@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from ..forms.blocks import PackedLayout
 from ..vector.compiled import jit_function, jit_inlined
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import (
@@ -28,7 +29,7 @@ _LN_2 = math.log(2)
 
 class Stored(NamedTuple):
     """
-    Keys and values of a layer in host memory; a `Form` of the codes of keys, and one of those of values, follow it.
+    Keys and values of a layer in host memory; a `PackedLayout` of keys, and one of values, follow it.
 
     Blocks of tokens in full precision are those before the quantized ones, and those after them without a gap.
     """
@@ -124,27 +125,12 @@ class Scratch(NamedTuple):
     constants: int  # the same
 
 
-class Form(NamedTuple):
-    """The form of packed blocks, see `PackedLayout`."""
-
-    block_bytes: int
-    bits: int
-    limit: int  # largest integer that folded numbers are rounded to
-    inner: int
-    lanes: int
-    group: int
-    groups: int
-    scales: int  # bytes before the scales
-    minima: int  # bytes from the scales to the minima
-    rotation: int
-
-
-# Bytes of what stands before the scratch memory of a call, and before the forms of stored tokens.
+# Bytes of what stands before the scratch memory of a call, and before the layouts of stored tokens.
 SCRATCH = 8 * len(AttentionCall._fields)
 CALL_BYTES = SCRATCH + 8 * len(Scratch._fields)
 KEYS = 8 * len(Stored._fields)
-VALUES = KEYS + 8 * len(Form._fields)
-STORED_BYTES = VALUES + 8 * len(Form._fields)
+VALUES = KEYS + 8 * len(PackedLayout._fields)
+STORED_BYTES = VALUES + 8 * len(PackedLayout._fields)
 
 
 @jit_inlined
@@ -160,15 +146,15 @@ def stored_at(address):
 
 
 @jit_inlined
-def key_form(address):
-    """The form of the codes of keys of a call."""
-    return call_at(call_at(address, AttentionCall).stored + KEYS, Form)
+def key_layout(address):
+    """The layout of the packed keys of a call."""
+    return call_at(call_at(address, AttentionCall).stored + KEYS, PackedLayout)
 
 
 @jit_inlined
-def value_form(address):
-    """The form of the codes of values of a call."""
-    return call_at(call_at(address, AttentionCall).stored + VALUES, Form)
+def value_layout(address):
+    """The layout of the packed values of a call."""
+    return call_at(call_at(address, AttentionCall).stored + VALUES, PackedLayout)
 
 
 @jit_inlined
@@ -217,7 +203,7 @@ def take_rows(head, first, count, operand, rotated, address):
                 factors = floats_at(stored.query_factors + of_head, stored.key_dim)
                 for d in range(stored.key_dim):
                     numbers[d] *= factors[d]
-            rotate(place, stored.key_dim, key_form(address).rotation)
+            rotate(place, stored.key_dim, key_layout(address).rotation)
             if call.rotated_is_bfloat16:
                 store_numbers(floats_at(place, stored.inner), Numbers(place, 1), 0, stored.inner)
 
@@ -311,7 +297,7 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
     matrix = stored.rotation_matrix
     if matrix:
         matrix += head % stored.num_kv_heads * stored.value_dim * stored.value_dim * 4
-    rotation = value_form(address).rotation
+    rotation = value_layout(address).rotation
     for row in range(count):
         base, total = _highest(maxima + row * 4, parts, part_bytes), 0.0
         for column in range(stored.width):

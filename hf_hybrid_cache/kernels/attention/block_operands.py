@@ -51,7 +51,7 @@ def dequantized(element, packed_block, form, target):
     """
     Dequantize a packed block, `[inner, lanes]`, to an operand of the same form as those of `element`.
 
-    packed_block, target: addresses; form: a `Form`.
+    packed_block, target: addresses; form: its `PackedLayout`.
     """
     bits, lanes = form.bits, form.lanes
     scales = packed_block + form.scales

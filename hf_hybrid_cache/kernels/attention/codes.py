@@ -17,11 +17,11 @@ from .attention import has_mask, share, start_part
 from .attention_call import (
     AttentionCall,
     factor_of,
-    key_form,
+    key_layout,
     mask_tile,
     scratch_at,
     stored_at,
-    value_form,
+    value_layout,
 )
 from .folding import fold_rows
 
@@ -38,7 +38,7 @@ _LINE_SCALES = CACHE_LINE // 2  # bfloat16 scales in a cache line
 def attend_codes(part, address):
     """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
     call, stored = call_at(address, AttentionCall), stored_at(address)
-    keys, values, memory = key_form(address), value_form(address), part * scratch_at(address).part_bytes
+    keys, values, memory = key_layout(address), value_layout(address), part * scratch_at(address).part_bytes
     items = share(part, call.quantized_parts, stored.quantized_blocks * stored.heads)
     start_part(part, items, address)
     for first in range(items.start, items.stop, BLOCKS_AT_ONCE):
@@ -58,7 +58,7 @@ def attend_codes(part, address):
 def _place_blocks(first, count, last, memory, address):
     """Note the blocks, from number `first` on, that are attended to side by side. Number `last` is the part's last."""
     stored, blocks = stored_at(address), _blocks(memory, address)
-    key_bytes, value_bytes = key_form(address).block_bytes, value_form(address).block_bytes
+    key_bytes, value_bytes = key_layout(address).num_bytes, value_layout(address).num_bytes
     for which in range(count):
         item = first + which
         block, following = item // stored.heads, min(item + BLOCKS_AT_ONCE, last)
@@ -84,7 +84,7 @@ def _fold(count, row, group, of_keys, memory, address):
     It prefetches those of the blocks that come next.
     """
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    form, blocks = key_form(address) if of_keys else value_form(address), _blocks(memory, address)
+    form, blocks = key_layout(address) if of_keys else value_layout(address), _blocks(memory, address)
     limit = form.limit if call.rounds_to_integers else 0
     is_quad = limit > 0 and form.bits <= MOST_BITS_OF_QUADS
     middle = numba.float32(((1 << form.bits) - 1) * 0.5 if is_quad else 0)
@@ -114,7 +114,7 @@ def _prefetch_scales(scales, form):
 @jit_function
 def _score(count, group, memory, address):
     """Write the scores of a group's tokens, and prefetch the next keys."""
-    call, scratch, form = call_at(address, AttentionCall), scratch_at(address), key_form(address)
+    call, scratch, form = call_at(address, AttentionCall), scratch_at(address), key_layout(address)
     blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, BLOCK)
     for which in range(count):
         of_rows = memory + which * ROWS * 4
@@ -145,7 +145,7 @@ def _add_values(count, row, group, memory, address):
         call_at(address, AttentionCall),
         stored_at(address),
         scratch_at(address),
-        value_form(address),
+        value_layout(address),
     )
     blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, form.lanes)
     for which in range(count):

@@ -27,7 +27,7 @@ from .attention import has_mask
 from .attention_call import (
     AttentionCall,
     factor_of,
-    key_form,
+    key_layout,
     mask_tile,
     merge_rows,
     place_of,
@@ -36,7 +36,7 @@ from .attention_call import (
     scratch_at,
     stored_at,
     take_rows,
-    value_form,
+    value_layout,
 )
 from .block_operands import dequantized, unpacked_or_packed
 
@@ -130,9 +130,9 @@ def _operands(element, block, head, tokens, memory, address):
     quantized = block - stored.first_quantized
     if 0 <= quantized < stored.quantized_blocks:
         item = quantized * stored.heads + head
-        of_keys, of_values = key_form(address), value_form(address)
-        dequantized(element, stored.packed_keys + item * of_keys.block_bytes, of_keys, keys)
-        dequantized(element, stored.packed_values + item * of_values.block_bytes, of_values, values)
+        of_keys, of_values = key_layout(address), value_layout(address)
+        dequantized(element, stored.packed_keys + item * of_keys.num_bytes, of_keys, keys)
+        dequantized(element, stored.packed_values + item * of_values.num_bytes, of_values, values)
         return keys, values, stored.inner, 0
     side = 1 if stored.quantized_blocks else 0
     item = (block if quantized < 0 else block - stored.quantized_blocks) * stored.heads + head

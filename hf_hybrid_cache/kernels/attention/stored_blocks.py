@@ -1,13 +1,11 @@
 """The record of a layer's keys and values in host memory, which the kernels of attention read."""
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..forms.blocks import PackedLayout, value_width
-from ..vector.code_tiles import MOST_BITS_OF_QUADS
-from .attention_call import KEYS, STORED_BYTES, Form, Stored
+from .attention_call import KEYS, STORED_BYTES, Stored
 
 
 class QuantizedBlocks(NamedTuple):
@@ -95,7 +93,7 @@ class StoredBlocks:
         if quantized is not None:
             first, self.quantized_blocks = quantized.first, quantized.num_blocks
             arrays = quantized.keys, quantized.values, quantized.query_factors, quantized.rotation_matrix
-            self._numbers[KEYS // 8 :] = *_form(quantized.key_layout, 127), *_form(quantized.value_layout, 255)
+            self._numbers[KEYS // 8 :] = *quantized.key_layout, *quantized.value_layout
         packed_keys, packed_values, factors, matrix = (0 if each is None else each.ctypes.data for each in arrays)
         self._numbers[: KEYS // 8] = Stored(
             keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], packed_keys, packed_values,
@@ -110,22 +108,3 @@ class StoredBlocks:
 
 
 _NUM_TOKENS = Stored._fields.index("num_tokens")
-
-
-@cache
-def _form(layout: PackedLayout, byte: int) -> Form:
-    """The form of packed blocks; `byte` is the largest integer of 8 bits that folded numbers are rounded to."""
-    # Sums of products with codes fit 32 bits.
-    of_pairs = min(32767, (2**31 - 1) // ((2**layout.bits - 1) * layout.inner))
-    return Form(
-        block_bytes=layout.num_bytes,
-        bits=layout.bits,
-        limit=byte if layout.bits <= MOST_BITS_OF_QUADS else of_pairs,
-        inner=layout.inner,
-        lanes=layout.lanes,
-        group=layout.group,
-        groups=layout.groups,
-        scales=4 * layout.words * layout.lanes,
-        minima=layout.groups * layout.inner * 2,
-        rotation=layout.rotation,
-    )

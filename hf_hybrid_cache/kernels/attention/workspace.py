@@ -212,6 +212,7 @@ class Workspace:
 
     Attributes:
         shape: of the calls.
+        asked: int64, the call that was written last: an `AttentionCall` and its `Scratch`.
         lse: float32 `[batch, query heads, query_length]`, of the last call: natural log of the sum of exp(score) over
             the tokens; minus infinity for a query that sees no token.
     """
@@ -231,7 +232,7 @@ class Workspace:
         sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
         shared = {"operand": of_rows * inner, "rotated": of_rows * inner}
         self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
-        self._memory = memory or WorkingMemory()
+        self._memory, self.asked = memory or WorkingMemory(), self._calls.numbers
         # By the type of the blocks, and whether some are quantized.
         self._operations: dict[tuple[np.dtype, bool], Operations] = {}
 
@@ -289,10 +290,6 @@ class Workspace:
             visible, bias,
         )  # fmt: skip
         return parts, in_codes
-
-    def asked(self) -> np.ndarray:
-        """Return a copy of the call that was written last, int64: an `AttentionCall` and its `Scratch`."""
-        return self._calls.numbers.copy()
 
 
 @cache

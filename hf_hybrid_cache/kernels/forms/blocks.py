@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..vector.code_tiles import MOST_BITS_OF_QUADS
 from ..vector.compiled import Kernel, Needed, jit, jit_finite, jit_function, taking_numbers
 from ..vector.intrinsics import call_at, transpose
 from ..vector.numbers_at import (
@@ -54,51 +55,63 @@ _LARGE = np.uint32(0x5F800000)
 
 class PackedLayout(NamedTuple):
     """
-    Layout of the packed blocks of a layer's keys, or of its values.
+    Layout of the packed blocks of a layer's keys, or of its values. Kernels read it in memory.
 
     Attributes:
         bits: of a code.
         inner: length of the axis that is summed over, padded to a multiple of 16.
         lanes: length of the other axis, padded to a multiple of 16.
         group: lanes that share a scale.
+        groups: their number.
         dim: width of a key or value, without padding.
         transposed: whether tokens are the lanes, as for keys.
         rotation: channels that are rotated together before quantization, see `vector.rotation`; 1 for none.
+        scales: bytes before the scales.
+        minima: bytes from the scales to the minima.
+        num_bytes: bytes of a packed block, a multiple of 64, because inner and lanes are multiples of 16.
+        limit: largest integer that what is folded with the codes is rounded to.
     """
 
     bits: int
     inner: int
     lanes: int
     group: int
+    groups: int
     dim: int
-    transposed: bool
+    transposed: int
     rotation: int
+    scales: int
+    minima: int
+    num_bytes: int
+    limit: int
 
     @classmethod
     @cache
     def of_keys(cls, bits: int, key_dim: int, group: int, is_rotated: bool) -> "PackedLayout":
-        rotation = rotation_size(key_dim) if is_rotated else 1
-        return cls(bits, value_width(key_dim), BLOCK, min(group, BLOCK), key_dim, True, rotation)
+        return cls._of(bits, value_width(key_dim), BLOCK, group, key_dim, True, is_rotated)
 
     @classmethod
     @cache
     def of_values(cls, bits: int, value_dim: int, group: int, is_rotated: bool) -> "PackedLayout":
-        width, rotation = value_width(value_dim), rotation_size(value_dim) if is_rotated else 1
-        return cls(bits, BLOCK, width, min(group, width), value_dim, False, rotation)
+        return cls._of(bits, BLOCK, value_width(value_dim), group, value_dim, False, is_rotated)
+
+    @classmethod
+    def _of(
+        cls, bits: int, inner: int, lanes: int, group: int, dim: int, transposed: bool, is_rotated: bool
+    ) -> "PackedLayout":
+        group, rotation = min(group, lanes), rotation_size(dim) if is_rotated else 1
+        groups = -(-lanes // group)
+        scales, minima = inner * bits // 8 * lanes, groups * inner * 2
+        # To 8 bits, of a query or of weights, which are positive; or so that sums of products with codes fit 32 bits.
+        limit = (127 if transposed else 255) if bits <= MOST_BITS_OF_QUADS else 32767
+        limit = min(limit, (2**31 - 1) // ((2**bits - 1) * inner))
+        numbers = bits, inner, lanes, group, groups, dim, transposed, rotation, scales, minima, scales + 2 * minima
+        return cls(*numbers, limit)
 
     @property
     def words(self) -> int:
         """Rows of words."""
         return self.inner * self.bits // 32
-
-    @property
-    def groups(self) -> int:
-        return -(-self.lanes // self.group)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a packed block, a multiple of 64, because inner and lanes are multiples of 16."""
-        return 4 * (self.words * self.lanes + self.groups * self.inner)
 
 
 def value_width(value_dim: int) -> int:
@@ -108,7 +121,7 @@ def value_width(value_dim: int) -> int:
 
 class Coding(NamedTuple):
     """
-    One call of `_encode` or `_decode`.
+    One call of `_encode` or `_decode`; in memory a `PackedLayout` follows it.
 
     Attributes:
         states: address of the first state.
@@ -117,8 +130,7 @@ class Coding(NamedTuple):
         blocks: of a head.
         heads: KV heads of all sequences.
         num_kv_heads: of a sequence.
-        packed: address of uint8 `[blocks, heads, block_bytes]`.
-        block_bytes, bits, inner, lanes, group, groups, dim, transposed, rotation: see `PackedLayout`.
+        packed: address of uint8 `[blocks, heads, num_bytes]`.
         factors: address of float32 `[num_kv_heads, dim]`, of each channel, before rotation or after rotation back.
         share: of a group's range that codes cover, the bits of a float64.
         failure: address of int64, set to 1 if some number is not finite.
@@ -133,18 +145,12 @@ class Coding(NamedTuple):
     heads: int
     num_kv_heads: int
     packed: int
-    block_bytes: int
-    bits: int
-    inner: int
-    lanes: int
-    group: int
-    groups: int
-    dim: int
-    transposed: int
-    rotation: int
     factors: int
     share: int
     failure: int
+
+
+_LAYOUT = 8 * len(Coding._fields)
 
 
 def quantize_blocks(
@@ -217,20 +223,11 @@ def _run(
         heads=batch * heads,
         num_kv_heads=heads,
         packed=packed.ctypes.data,
-        block_bytes=layout.num_bytes,
-        bits=layout.bits,
-        inner=layout.inner,
-        lanes=layout.lanes,
-        group=layout.group,
-        groups=layout.groups,
-        dim=dim,
-        transposed=layout.transposed,
-        rotation=layout.rotation,
         factors=factors.ctypes.data,
         share=bits_of_double(share),
         failure=failure.ctypes.data,
     )
-    numbers = np.array(call, np.int64)
+    numbers = np.array([*call, *layout], np.int64)
     kernel(team_of_kernels().address, numbers.ctypes.data)
     return bool(failure[0])
 
@@ -261,38 +258,38 @@ def in_words(index, bits):
 
 
 @jit_function
-def _state_of(part, call):
+def _state_of(part, call, dim):
     """The first state of a block of one head, and the factors of the head."""
     block, head = divmod(part, call.heads)
     sequence, kv_head = divmod(head, call.num_kv_heads)
     offset = sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
-    return call.states + offset, floats_at(call.factors + kv_head * call.dim * 4, call.dim)
+    return call.states + offset, floats_at(call.factors + kv_head * dim * 4, dim)
 
 
 @jit_function
-def _packed_of(part, call):
+def _packed_of(part, call, layout):
     """The addresses of a packed block's words, scales and minima."""
-    words = call.packed + part * call.block_bytes
-    scales = words + call.inner * call.bits // 8 * call.lanes
-    return words, scales, scales + call.groups * call.inner * 2
+    words = call.packed + part * layout.num_bytes
+    scales = words + layout.scales
+    return words, scales, scales + layout.minima
 
 
 @jit_function
 def _quantize_block(part, address):
     """Quantize one block of one head."""
-    call = call_at(address, Coding)
-    bits, inner, lanes = call.bits, call.inner, call.lanes
+    call, layout = call_at(address, Coding), call_at(address + _LAYOUT, PackedLayout)
+    bits, inner, lanes = layout.bits, layout.inner, layout.lanes
     levels, share = np.float32((1 << bits) - 1), as_double(call.share)
-    width, filled_inner, filled_lanes = lanes, BLOCK, call.dim
+    width, filled_inner, filled_lanes = lanes, BLOCK, layout.dim
     tile = np.empty(inner * lanes, np.float32)
-    if not _load_rotated(part, tile, call):
+    if not _load_rotated(part, tile, call, layout):
         integers_at(call.failure, 1)[0] = 1
-    if call.transposed:
-        tile, width, filled_inner, filled_lanes = _transposed(tile, BLOCK, inner), BLOCK, call.dim, BLOCK
-    words, scales, minima = _packed_of(part, call)
-    array_at(words, call.block_bytes, np.uint8(0))[:] = 0
-    for group in range(call.groups):
-        start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
+    if layout.transposed:
+        tile, width, filled_inner, filled_lanes = _transposed(tile, BLOCK, inner), BLOCK, layout.dim, BLOCK
+    words, scales, minima = _packed_of(part, call, layout)
+    array_at(words, layout.num_bytes, np.uint8(0))[:] = 0
+    for group in range(layout.groups):
+        start, end = group * layout.group, min((group + 1) * layout.group, filled_lanes)
         if start < end:
             scales_of_group = array_at(scales + group * inner * 2, inner, np.uint16(0))
             minima_of_group = array_at(minima + group * inner * 2, inner, np.uint16(0))
@@ -307,10 +304,10 @@ def _quantize_block(part, address):
 
 
 @jit_function
-def _load_rotated(part, tile, call):
+def _load_rotated(part, tile, call, layout):
     """Write the states of one block, times their factors and rotated, to `tile`; return whether all are finite."""
-    state, factors = _state_of(part, call)
-    dim, width, worst = call.dim, tile.size // BLOCK, np.uint32(0)
+    state, factors = _state_of(part, call, layout.dim)
+    dim, width, worst = layout.dim, tile.size // BLOCK, np.uint32(0)
     for token in range(BLOCK):
         row = floats_at(tile.ctypes.data + token * width * 4, width)
         load_numbers(Numbers(state + token * call.token_stride, call.is_bfloat16 != 0), 0, dim, row)
@@ -320,7 +317,7 @@ def _load_rotated(part, tile, call):
             worst = max(worst, _exponent(number))
         for d in range(dim, width):
             row[d] = 0
-        rotate(row.ctypes.data, dim, call.rotation)
+        rotate(row.ctypes.data, dim, layout.rotation)
     if worst >= _LARGE:
         for number in tile:
             worst = max(worst, _exponent(number))
@@ -402,28 +399,28 @@ def _rounded_up(number):
 @jit_function
 def _dequantize_block(part, address):
     """Dequantize one block of one head."""
-    call = call_at(address, Coding)
-    bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
-    filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
-    first_word, first_scale, first_minimum = _packed_of(part, call)
+    call, layout = call_at(address, Coding), call_at(address + _LAYOUT, PackedLayout)
+    bits, inner, lanes, dim = layout.bits, layout.inner, layout.lanes, layout.dim
+    filled_inner, filled_lanes = (dim, BLOCK) if layout.transposed else (BLOCK, dim)
+    first_word, first_scale, first_minimum = _packed_of(part, call, layout)
     mask = np.uint32((1 << bits) - 1)
     tile = np.zeros(inner * lanes, np.float32)
     for index in range(filled_inner):
         word, position = in_words(index, bits)
         words = array_at(first_word + word * lanes * 4, lanes, np.uint32(0))
         row = floats_at(tile.ctypes.data + index * lanes * 4, lanes)
-        for group in range(call.groups):
+        for group in range(layout.groups):
             offset = (group * inner + index) * 2
             scale, minimum = bfloat16_at(first_scale + offset), bfloat16_at(first_minimum + offset)
-            for lane in range(group * call.group, min((group + 1) * call.group, filled_lanes)):
+            for lane in range(group * layout.group, min((group + 1) * layout.group, filled_lanes)):
                 row[lane] = minimum + scale * np.float32((words[lane] >> position) & mask)
     width = lanes
-    if call.transposed:
+    if layout.transposed:
         tile, width = _transposed(tile, inner, BLOCK), inner
-    state, factors = _state_of(part, call)
+    state, factors = _state_of(part, call, layout.dim)
     for token in range(BLOCK):
         row = floats_at(tile.ctypes.data + token * width * 4, width)
-        rotate(row.ctypes.data, dim, call.rotation)
+        rotate(row.ctypes.data, dim, layout.rotation)
         for d in range(dim):
             row[d] *= factors[d]
         store_numbers(row, Numbers(state + token * call.token_stride, call.is_bfloat16 != 0), 0, dim)

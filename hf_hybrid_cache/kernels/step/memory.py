@@ -206,7 +206,7 @@ class StepMemory:
         """
         for n, blocks in enumerate(layers):
             parts, in_codes = self._workspace.ask(self._query, self._attended, blocks, self._scale)
-            self._calls[n] = self._workspace.asked()
+            self._calls[n] = self._workspace.asked
             at = self._in_codes[n]
             self._parts[at : at + 2] = in_codes, parts - in_codes
         self._calls[:, SCRATCH // 8 :] = self._calls[-1, SCRATCH // 8 :]  # a later call may have needed more memory
