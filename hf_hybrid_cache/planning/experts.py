@@ -25,13 +25,12 @@ class LayerExperts:
     Attributes:
         count: number of experts.
         chosen: number of experts that each token chooses.
-        num_weights: number of weights in the matrices of all experts; biases count with the model's other weights.
-        num_bytes: of these matrices by the bits of a weight; `None` for matrices as they are.
+        num_bytes: of the matrices of all experts by the bits of a weight; `None` for matrices as they are. Biases
+            count with the model's other weights.
     """
 
     count: int
     chosen: int
-    num_weights: int
     num_bytes: Mapping[int | None, int]
 
     def share_read(self, num_tokens: int) -> float:
@@ -57,11 +56,6 @@ class ExpertsCost:
     def read_bytes(self, num_tokens: int, bits: int | None = None) -> float:
         """The expected bytes of all experts that `num_tokens` tokens choose in one step; each expert is read once."""
         return sum(layer.share_read(num_tokens) * layer.num_bytes[bits] for layer in self.layers)
-
-    @property
-    def token_flops(self) -> float:
-        """Floating-point operations of one token with its chosen experts."""
-        return sum(2 * layer.chosen / layer.count * layer.num_weights for layer in self.layers)
 
     @property
     def largest_bytes(self) -> int:
@@ -93,10 +87,10 @@ def observed_choices(model: PreTrainedModel) -> Iterator[dict[nn.Module, int]]:
             hook.remove()
 
 
-def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -> dict[int, LayerExperts]:
-    """The cost of each layer's experts, by the `id` of each of their matrices; `chosen` was observed."""
+def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -> ExpertsCost:
+    """The cost of each layer's experts; `chosen` was observed."""
     covered = {id(each.parameter): each for each in coverage(model)[0]} if chosen else {}
-    found: dict[int, LayerExperts] = {}
+    found = []
     for module, number in chosen.items():
         matrices = _matrices(module)
         num_bytes: dict[int | None, int] = {None: sum(matrix.nbytes for matrix in matrices)}
@@ -107,9 +101,8 @@ def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -
                 for matrix in matrices
             )
         count = len(matrices[0])
-        layer = LayerExperts(count, min(number or count, count), sum(each.numel() for each in matrices), num_bytes)
-        found |= {id(matrix): layer for matrix in matrices}
-    return found
+        found.append(LayerExperts(count, min(number or count, count), num_bytes))
+    return ExpertsCost(tuple(found))
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
