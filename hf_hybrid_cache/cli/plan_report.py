@@ -63,8 +63,7 @@ class Report:
             "plans": [asdict(each) for each in self.plans],
         }
         if (experts := self.cost.experts).layers:
-            read = experts.read_bytes(self.cost.batch)
-            shown["experts"] = {"total_bytes": experts.total_bytes(), "read_bytes_of_a_step": read}
+            shown["experts"] = {"total_bytes": experts.total_bytes()}
         out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
 
     def print(self, out: Console) -> None:
@@ -140,10 +139,8 @@ class Report:
             f"process {runtime} of each memory. Caches take within 3% of what is said."
         ]
         if (experts := cost.experts).layers:
-            sizes = experts.total_bytes(), int(experts.read_bytes(cost.batch)), cost.without_experts().weight_bytes
-            remarks.append(
-                "Experts take {} GiB, of which a step reads {}; other weights take {}.".format(*map(_gibibytes, sizes))
-            )
+            others = _gibibytes(cost.without_experts().weight_bytes)
+            remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
         if cost.continuations > 1:
             remarks.append(
                 f"{cost.continuations} sequences continue one prompt; the last {context - cost.prompt_tokens(context)} "

@@ -26,7 +26,7 @@ from ..errors import HybridCacheError
 from ..layers import tensors_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS, Width, coverage
-from .experts import ExpertsCost, experts_of_layers, observed_choices
+from .experts import ExpertsCost, experts_of_layers
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config has no limit
@@ -200,11 +200,8 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         cache: Any = DynamicCache(config=config)
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
-        with observed_choices(model) as chosen:
-            first, middle, last = (
-                _run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest)
-            )
-        experts = experts_of_layers(model, chosen)
+        first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
+        experts = experts_of_layers(model)
         quantized = {bits: _quantized(model, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -20,7 +20,7 @@ def cost_of(config) -> ModelCost:
 
 @pytest.mark.parametrize("strategy", sorted(set(Strategy) - {Strategy.CPU}))
 @pytest.mark.parametrize("cache", ["offloaded", "quantized-4"])
-def test_layers_on_the_device_when_run_with_a_cache_then_take_some_time(cache: str, strategy: Strategy):
+def test_layers_on_the_device_when_run_then_take_time(cache: str, strategy: Strategy):
     config, device_tokens = FAMILIES["llama"](), 128 if strategy == Strategy.BOTH else 0
     weights = 8 if strategy == Strategy.CPU_DECODE else None
     measured = measure(config, cost_of(config), Candidate(cache, strategy, weights, device_tokens), CONTEXT)
@@ -28,13 +28,13 @@ def test_layers_on_the_device_when_run_with_a_cache_then_take_some_time(cache: s
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_layers_whose_experts_are_in_host_memory_when_run_then_take_some_time(bits: int | None):
+def test_layers_with_experts_on_the_host_when_run_then_take_time(bits: int | None):
     config = EXPERT_FAMILIES["qwen3_moe"]()
     candidate = Candidate("dynamic", Strategy.GPU, bits, experts_on_host=True)
     assert measure(config, cost_of(config), candidate, CONTEXT).seconds_per_token > 0
 
 
-def test_plans_on_the_gpu_when_one_fits_then_nothing_else_of_the_precision_is_measured():
+def test_plans_when_one_is_on_the_gpu_then_no_other_is_measured():
     config, told = FAMILIES["llama"](), []
     plans = measured_plans(
         config, cost_of(config), make_plans(cost_of(config), CONTEXT, Machine(2**40, 2**40)), told.append

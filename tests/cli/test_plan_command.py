@@ -54,7 +54,7 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
         "device_tokens=",
     ],
     (*QWEN, "--host-memory", "64GiB"): [
-        "Experts take 54.0 GiB, of which a step reads 12.3; other weights take 2.9.",
+        "Experts take 54.0 GiB, other weights 2.9.",
         "With experts in host memory:",
         "(dynamic, on the GPU)",
         'move_experts_to_host(model) model.to("cuda") cache = DynamicHybridCache(',

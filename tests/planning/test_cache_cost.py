@@ -177,7 +177,7 @@ def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
     assert decoded.decode.host == all_states
 
 
-def test_states_of_one_layer_when_no_kernel_attends_to_codes_then_are_held_while_decoding():
+def test_states_of_a_layer_when_no_kernel_reads_codes_then_are_held():
     _, model = model_and_cost("llama")
     on_gpu, codec = Candidate("quantized-4", Strategy.GPU).cost(model, 8192), minmax(4)
     by_token = KVCodec(codec.values, codec.values)

@@ -79,7 +79,7 @@ def operations_of_the_whole(family: str, candidate: Candidate, clock: Clock, con
         ("mistral_sliding", Candidate("stock", Strategy.CPU), 1),
     ],
 )
-def test_some_layers_when_a_clock_counts_operations_then_take_what_the_whole_model_takes(
+def test_some_layers_when_operations_count_then_take_what_all_take(
     family: str, candidate: Candidate, continuations: int, clock: Clock
 ):
     config = FAMILIES[family]()
@@ -102,7 +102,7 @@ def test_decode_steps_when_the_model_is_known_then_run_in_one_call(clock: Clock)
     assert measured.seconds_per_token == config.hidden_size * config.vocab_size
 
 
-def test_the_best_plan_of_each_precision_when_asked_for_then_is_measured():
+def test_the_best_of_each_precision_when_asked_for_then_is_measured():
     config, told = FAMILIES["llama"](), []
     cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
     plans = measured_plans(config, cost, make_plans(cost, CONTEXT, Machine(0, 2**40)), told.append)
@@ -113,7 +113,7 @@ def test_the_best_plan_of_each_precision_when_asked_for_then_is_measured():
     assert all(min(plan.measured.seconds_to_first_token, plan.measured.seconds_per_token) > 0 for plan in found)
 
 
-def test_a_plan_when_this_machine_has_no_room_then_is_refused_with_the_numbers():
+def test_a_plan_when_there_is_no_room_then_is_refused_with_numbers():
     config = load_config("meta-llama/Llama-3.1-8B")
     cost = model_cost(config, batch=100_000)
     message = r"131,072 tokens of meta-llama/Llama-3\.1-8B with dynamic, on the CPU, need 0\.0 GiB of GPU memory"
