@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GiB`, `30GB/s`, `128K` tokens."""
+"""Sizes as people write them: `8GiB`, `128K` tokens."""
 
 import re
 from fractions import Fraction
@@ -25,23 +25,6 @@ def parse_bytes(size: str | int) -> int:
         raise ValueError(f"{size!r} is not a size in bytes: write it as 8GiB, 8GB, 512MiB or a plain number.")
     units = _DECIMAL if match[3].upper() == "B" else _BINARY
     return int(Fraction(match[1]) * units[match[2].upper()])
-
-
-def parse_bandwidth(rate: str) -> float:
-    """
-    Bytes a second: `30GB/s`, a unit of `parse_bytes` and `/s`.
-
-    Raises:
-        ValueError: it is something else, or nothing.
-    """
-    size, slash, second = rate.strip().partition("/")
-    try:
-        bytes_per_second = parse_bytes(size) if (slash + second).lower() == "/s" and not size[-1:].isdigit() else 0
-    except ValueError:
-        bytes_per_second = 0
-    if bytes_per_second == 0:
-        raise ValueError(f"{rate!r} is not a bandwidth: write it as 30GB/s or 900GiB/s.")
-    return float(bytes_per_second)
 
 
 def parse_tokens(count: str | int) -> int:

@@ -126,9 +126,11 @@ def decode(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
 
 def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
     """Return the bytes of weights that a token reads, as they are or quantized."""
+    read = weight_bytes(model)
     if bits is None:
-        return weight_bytes(model)
-    return model_cost(model.config, model.dtype).quantized_weights[bits].step_bytes
+        return read
+    quantized = model_cost(model.config, model.dtype).quantized_weights[bits].num_bytes
+    return round(quantized * read / sum(weight.nbytes for weight in model.parameters()))
 
 
 def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:

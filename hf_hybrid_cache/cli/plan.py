@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ..byte_sizes import parse_bandwidth, parse_bytes, parse_tokens
+from ..byte_sizes import parse_bytes, parse_tokens
 from ..models.shapes import ALIASES, SHAPES
 from ..prefill_chunks import PREFILL_CHUNK_SIZE
 from .options import DTYPES, check_choice
@@ -63,19 +63,14 @@ def plan(
             min=1, help=f"Tokens of the prompt per forward pass. Default: 512 with a GPU, else {PREFILL_CHUNK_SIZE}."
         ),
     ] = None,
-    host_bandwidth: Annotated[
-        str | None, typer.Option(help="Bandwidth of host memory, such as 30GB/s. Default: as measured here.")
-    ] = None,
-    gpu_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Bandwidth of GPU memory, such as 300GB/s. Default: as measured here, if there is a GPU."),
-    ] = None,
-    bus_bandwidth: Annotated[
-        str | None,
+    measure: Annotated[
+        bool,
         typer.Option(
-            help="Bandwidth from host memory to the GPU, such as 25GB/s. Default: as measured here, if there is a GPU."
+            "--measure",
+            help="Measure on this machine how long the first token takes, and each further one, with some layers of "
+            "the model and random weights: some 20 seconds for each plan that may be recommended.",
         ),
-    ] = None,
+    ] = False,
     list_models: Annotated[
         bool,
         typer.Option("--list-models", callback=_print_models, help="Print the built-in models and exit."),
@@ -85,13 +80,13 @@ def plan(
     ] = False,
 ) -> None:
     """
-    Tell how long a model takes to the first token, how fast it is then, and which cache and weights fit a machine.
+    Tell which cache and weights of a model fit a machine, and with --measure how fast they are on this one.
 
     Nothing is loaded. The plans go to stdout, remarks to stderr.
     """
     from rich.console import Console
 
-    from .console import UsageError, exit_codes
+    from .console import UsageError, exit_codes, note
 
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
@@ -100,11 +95,6 @@ def plan(
             _parsed("--gpu-memory", gpu_memory, _parse_memory),
             _parsed("--host-memory", host_memory, _parse_memory),
         )
-        bandwidths = {
-            "host_bandwidth": _parsed("--host-bandwidth", host_bandwidth, parse_bandwidth),
-            "gpu_bandwidth": _parsed("--gpu-bandwidth", gpu_bandwidth, parse_bandwidth),
-            "bus_bandwidth": _parsed("--bus-bandwidth", bus_bandwidth, parse_bandwidth),
-        }
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)
         if continuations > 1 and batch_size > 1:
@@ -116,18 +106,17 @@ def plan(
         import torch
 
         from ..models import load_config
-        from ..planning import default_chunk, make_plans, measured_speeds, model_cost, this_machine
-        from .plan_report import Report
+        from ..planning import default_chunk, make_plans, measured_plans, model_cost, this_machine
+        from .plan_report import Report, plan_name
 
         config, machine = load_config(model), this_machine(*memory)
         chunk = prefill_chunk_size or default_chunk(machine.device_bytes > 0)
         cost = model_cost(config, None if dtype is None else getattr(torch, dtype), batch_size, chunk)
         cost = replace(cost, continuations=continuations)
-        measured = measured_speeds(cost.dtype, machine.device_bytes > 0)
-        given = {name: rate for name, rate in bandwidths.items() if rate is not None}
-        machine = replace(machine, speeds=replace(measured, **given))
         plans = make_plans(cost, tokens or min(DEFAULT_CONTEXT, cost.max_context), machine)
-        report = Report(cost, machine, plans, is_default_context=tokens is None, given=tuple(given), dtype=dtype)
+        if measure:
+            plans = measured_plans(config, cost, plans, lambda each: note(notes, f"measuring {plan_name(each)}"))
+        report = Report(cost, machine, plans, is_default_context=tokens is None, dtype=dtype)
         if as_json:
             report.print_json(out)
         else:

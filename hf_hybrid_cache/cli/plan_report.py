@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..durations import duration_text
-from ..planning import Machine, Plan
+from ..planning import Machine, Measured, Plan
 from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
 from ..planning.plans import recommendations, why_nothing_fits
@@ -28,13 +28,6 @@ _LOSSES = {
     1: "which hardly ever changes an answer",
     2: "which changes the wording of some answers",
 }
-_SPEEDS = (
-    ("host_bandwidth", "host memory", "GB/s"),
-    ("host_flops", "products on the CPU", "GFLOP/s"),
-    ("gpu_bandwidth", "GPU memory", "GB/s"),
-    ("gpu_flops", "products on the GPU", "GFLOP/s"),
-    ("bus_bandwidth", "the bus", "GB/s"),
-)
 _WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
 
 
@@ -45,10 +38,9 @@ class Report:
 
     Args:
         cost: of the model.
-        machine: its memory, and the speeds that the plans were made with.
+        machine: its memory.
         plans: all of them.
         is_default_context: whether the context was not asked for.
-        given: names of the speeds that are not measured, but given.
         dtype: the type of the model that was asked for.
     """
 
@@ -56,7 +48,6 @@ class Report:
     machine: Machine
     plans: list[Plan]
     is_default_context: bool
-    given: tuple[str, ...]
     dtype: str | None
 
     @cached_property
@@ -65,20 +56,18 @@ class Report:
         return recommendations(self.plans)
 
     def print_json(self, out: Console) -> None:
-        """Print all plans, those that are recommended, the speeds, and the bytes of experts."""
+        """Print all plans, those that are recommended, and the bytes of experts."""
         shown = {
             "recommended": asdict(self.chosen[0]) if self.chosen else None,
             "alternatives": [asdict(each) for each in self.chosen[1:]],
             "plans": [asdict(each) for each in self.plans],
-            "speeds": asdict(self.machine.speeds),
         }
         if (experts := self.cost.experts).layers:
-            read = experts.read_bytes(self.cost.batch)
-            shown["experts"] = {"total_bytes": experts.total_bytes(), "read_bytes_of_a_step": read}
+            shown["experts"] = {"total_bytes": experts.total_bytes()}
         out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
 
     def print(self, out: Console) -> None:
-        """Print the recommendation with its commands and code, the tables, and what they are calculated from."""
+        """Print the recommendation with its commands and code, the tables, and what they rest on."""
         if self.chosen:
             self._print_recommendations(out)
         else:
@@ -99,10 +88,11 @@ class Report:
         _say(out, _filled(" ".join(self._remarks())))
 
     def _print_recommendations(self, out: Console) -> None:
-        """Print how fast the best plan is and how to run it, and what the others gain and lose."""
+        """Print the best plan and how to run it, and what the others gain and lose."""
         best, default = self.chosen[0], ", the default of --context" if self.is_default_context else ""
-        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {_farthest(best)}"))
-        _say(out, _filled(f"Recommended: {_name(best)}. {_speed(best)} It takes {_memory(best)}."))
+        farthest = f"up to {best.longest_context:,} fit"
+        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {farthest}"))
+        _say(out, _filled(f"Recommended: {plan_name(best)}. {_speed(best)}It takes {_memory(best)}."))
         if command := self._command(best):
             _say(out, "\n" + command)
         _say(out, "\n" + best.code)
@@ -110,7 +100,8 @@ class Report:
         for other in self.chosen[1:]:
             _say(
                 out,
-                "\n" + _filled(f"Or {_name(other)}, {_LOSSES[other.loss]}. {_speed(other)} It takes {_memory(other)}."),
+                "\n"
+                + _filled(f"Or {plan_name(other)}, {_LOSSES[other.loss]}. {_speed(other)}It takes {_memory(other)}."),
             )
             lines_that_differ = [line for line in other.code.splitlines() if line not in known]
             _say(out, self._command(other) or "\n".join(lines_that_differ))
@@ -138,8 +129,8 @@ class Report:
         return " ".join(["hf-hybrid-cache generate --model", name, *options, '--document FILE --question "..."'])
 
     def _remarks(self) -> list[str]:
-        """Sentences that say what memory and speeds are calculated from."""
-        cost, machine, speeds = self.cost, self.machine, self.machine.speeds
+        """Sentences that say what memory is calculated from, and what was measured."""
+        cost, machine = self.cost, self.machine
         context = self.plans[0].context
         weights, working, runtime = map(_gibibytes, (cost.weight_bytes, cost.working_bytes(context), RUNTIME_BYTES))
         remarks = [
@@ -148,51 +139,31 @@ class Report:
             f"process {runtime} of each memory. Caches take within 3% of what is said."
         ]
         if (experts := cost.experts).layers:
-            sizes = experts.total_bytes(), int(experts.read_bytes(cost.batch)), cost.without_experts().weight_bytes
-            remarks.append(
-                "Experts take {} GiB, of which a step reads {}; other weights take {}.".format(*map(_gibibytes, sizes))
-            )
+            others = _gibibytes(cost.without_experts().weight_bytes)
+            remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
         if cost.continuations > 1:
             remarks.append(
                 f"{cost.continuations} sequences continue one prompt; the last {context - cost.prompt_tokens(context)} "
-                "tokens are each one's own. Only their memory is predicted, not the time of a token."
+                "tokens are each one's own."
             )
-        elif cost.shapes and not cost.has_kernel:
-            remarks.append("Speeds are not known for the attention of this model.")
-        parts = [
-            f"{what} {rate / 1e9:,.0f} {unit} ({'as given' if key in self.given else 'measured here'})"
-            for key, what, unit in _SPEEDS
-            if (rate := getattr(speeds, key)) is not None
-        ]
-        remarks.append(f"Times are calculated, from {', '.join(parts)}; on a quiet CPU most are within a quarter.")
-        if machine.device_bytes and speeds.gpu_flops is None:
-            remarks.append(
-                "There is no such GPU here: times with one are only calculated, and a dash is where no speed is known; "
-                "--gpu-bandwidth and --bus-bandwidth give some."
-            )
+        if layers := {plan.measured.layers for plan in self.plans if plan.measured is not None}:
+            remarks.append(f"Times were measured here, beside whatever else runs, with {max(layers)} of the layers.")
+        else:
+            remarks.append("No times were measured: --measure does it, on this machine, in some 20 seconds a plan.")
         if not cost.shapes:
             remarks.append("No layer has full attention over the whole context: these caches change nothing.")
         return remarks
 
 
-def _farthest(plan: Plan) -> str:
-    """A clause that says how far a plan goes, and how long so much takes to be read."""
-    fits = f"up to {plan.longest_context:,} fit"
-    seconds = plan.seconds_to_read_longest
-    return fits if seconds is None else f"{fits}, which take {duration_text(seconds)} to read"
-
-
 def _speed(plan: Plan) -> str:
-    """A sentence that says how fast a plan is."""
-    first, token = plan.seconds_to_first_token, plan.seconds_per_token
-    if first is None and token is None:
-        return "Its speed is not known."
-    when = "at a time that is not known" if first is None else f"after {duration_text(first)}"
-    rate = "a rate that is not known" if token is None else f"{_rate(plan)} tokens/s"
-    return f"The first token comes {when}, the others at {rate}."
+    """A sentence that says how fast a plan was measured to be, and a space; nothing if it was not."""
+    if plan.measured is None:
+        return ""
+    first = duration_text(plan.measured.seconds_to_first_token)
+    return f"The first token comes after {first}, the others at {_rate(plan.measured)} tokens/s. "
 
 
-def _name(plan: Plan) -> str:
+def plan_name(plan: Plan) -> str:
     """The weights and the cache of a plan, and the places of both."""
     weights, states = (f"in {bits} bits" if bits else "as they are" for bits in (plan.weights, BITS.get(plan.cache)))
     what = f"weights, keys and values {states}" if weights == states else f"weights {weights}, keys and values {states}"
@@ -211,10 +182,14 @@ def _table(plans: list[Plan], bits_as_is: int) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("cache")
     table.add_column("")
-    for heading in ("W", "GPU\nGiB", "host\nGiB", "short of\nGiB", "first\ntoken", "tokens/s", "longest\ncontext"):
+    are_measured = any(plan.measured for plan in plans)
+    times = ("first\ntoken", "tokens/s") if are_measured else ()
+    for heading in ("W", "GPU\nGiB", "host\nGiB", "short of\nGiB", "longest\ncontext", *times):
         table.add_column(heading, justify="right")
     for plan in plans:
         short = {"GPU": plan.short_device_bytes, "host": plan.short_host_bytes}
+        measured = plan.measured
+        took = ("-", "-") if measured is None else (duration_text(measured.seconds_to_first_token), _rate(measured))
         table.add_row(
             plan.cache,
             plan.strategy,
@@ -222,9 +197,8 @@ def _table(plans: list[Plan], bits_as_is: int) -> Table:
             _gibibytes(plan.device_bytes),
             _gibibytes(plan.host_bytes),
             "\n".join(f"{_gibibytes(missing)} {where}" for where, missing in short.items() if missing) or "fits",
-            "-" if plan.seconds_to_first_token is None else duration_text(plan.seconds_to_first_token),
-            "-" if plan.seconds_per_token is None else _rate(plan),
             f"{plan.longest_context:,}",
+            *took[: len(times)],
         )
     return table
 
@@ -241,6 +215,6 @@ def _gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
 
 
-def _rate(plan: Plan) -> str:
-    tokens_per_second = 1 / (plan.seconds_per_token or 1.0)
+def _rate(measured: Measured) -> str:
+    tokens_per_second = 1 / measured.seconds_per_token
     return f"{tokens_per_second:.1f}" if tokens_per_second >= 1 else f"{tokens_per_second:.2g}"

@@ -22,14 +22,12 @@ class LayerCost(NamedTuple):
         shared_prefill: bytes on the compute device that layers use in turn, at the end of the prompt.
         shared_decode: bytes on the compute device that layers use in turn while tokens are decoded.
         copied: host memory for the states of the layer, which the prompt's last chunk unpacks from the kernel's blocks.
-        moved: bytes that a step writes and reads because it decodes quantized states.
     """
 
     kept: Counter[str]
     shared_prefill: int
     shared_decode: int
     copied: int
-    moved: int
 
     @classmethod
     def of(
@@ -56,7 +54,7 @@ class LayerCost(NamedTuple):
         # Attention of a chunk then unpacks few blocks at a time.
         takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
         in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
-        all_states, later, layouts = lengths[-1] * sum(shape.token_bytes), lengths[1:], store.layout.growing(lengths)
+        later, layouts = lengths[1:], store.layout.growing(lengths)
         is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
         slots = scratch = of_middle = 0
         in_middle = [each.host_tokens for each in layouts] if is_split else lengths
@@ -72,6 +70,5 @@ class LayerCost(NamedTuple):
             kept,
             shared_prefill=slots + scratch,
             shared_decode=0 if is_all_on_cpu else while_decoding,
-            copied=all_states if is_copied else 0,
-            moved=2 * all_states if is_quantized and not attends_in_place else 0,
+            copied=lengths[-1] * sum(shape.token_bytes) if is_copied else 0,
         )

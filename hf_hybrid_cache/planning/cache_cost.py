@@ -1,4 +1,4 @@
-"""The cost of a cache: the bytes that it holds and those that a step reads, computed by the cache's own stores."""
+"""The cost of a cache: the bytes that it holds, computed by the cache's own stores."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,30 +31,21 @@ class CacheCost:
         prefill: bytes held at the end of the prompt.
         decode: bytes held while tokens are decoded, as `memory()` reports them.
         copied: host memory for the states of one layer, which the prompt's last chunk unpacks from the kernel's blocks.
-        read_bytes: stored bytes of the full-attention layers; a decode step reads all of them.
-        moved_bytes: all bytes that a step reads and writes for these layers, decoding of states included.
-        other_bytes: bytes of the other layers.
     """
 
     prefill: Held
     decode: Held
     copied: int
-    read_bytes: int
-    moved_bytes: int
-    other_bytes: int
 
 
 def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
     """The cost of transformers' `DynamicCache`, which copies a prompt for each sequence that continues it."""
     prompt = model.prompt_tokens(context)
-    read, all_read = (
-        tokens * sum(sum(shape.token_bytes) for shape in each.shapes.values())
+    prefill, decode = (
+        tokens * sum(sum(shape.token_bytes) for shape in each.shapes.values()) + each.held_by_others(tokens)
         for tokens, each in ((prompt, model), (context, model.repeated()))
     )
-    held = Held.where(on_cpu, read + model.held_by_others(prompt))
-    others = model.repeated().held_by_others(context)
-    # A step copies all states, a read and a write, and then reads the copy.
-    return CacheCost(held, Held.where(on_cpu, all_read + others), 0, all_read, 3 * all_read, others)
+    return CacheCost(Held.where(on_cpu, prefill), Held.where(on_cpu, decode), 0)
 
 
 def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
@@ -91,13 +82,10 @@ def _cost(
     stores = _stores(model, placement, codec)
     kept: Counter[str] = Counter()
     # All layers use the shared memory in turn, so the largest layer counts.
-    shared_prefill = shared_decode = copied = read = moved = 0
+    shared_prefill = shared_decode = copied = 0
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
         layer = LayerCost.of(stores, index, shape, num_layers, lengths)
         kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
-        stored = _stored_bytes(shape, codec, lengths[-1])
-        read += num_layers * stored
-        moved += num_layers * (stored + layer.moved)
         shared_prefill = max(shared_prefill, layer.shared_prefill)
         shared_decode = max(shared_decode, layer.shared_decode)
         copied = max(copied, layer.copied)
@@ -105,15 +93,7 @@ def _cost(
     prefill, decode = (
         Held.where(on_cpu, kept["meta"] + others + shared, kept["cpu"]) for shared in (shared_prefill, shared_decode)
     )
-    return CacheCost(prefill, decode, copied, read, moved, others)
-
-
-def _stored_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
-    """Bytes of `num_tokens` tokens of one layer in the blocks that the CPU kernel reads."""
-    stores = LayerStores(Placement(), InitialCapacity(), 1, {} if codec is None else {0: codec})
-    shape = shape._replace(device=HOST)
-    store = stores.place_of(0, 0, shape).make(shape)
-    return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
+    return CacheCost(prefill, decode, copied)
 
 
 def _own_bytes(

@@ -82,7 +82,7 @@ class Candidate:
             # The GPU reads the prompt's last token for all sequences, so the CPU gets copies.
             later = cache_cost(model.repeated(), self.placement, self.codec, context, on_cpu=True)
             while_read = Held(max(cost.prefill.device, cost.decode.device), cost.prefill.host)
-            return replace(cost, prefill=while_read, decode=later.decode, moved_bytes=later.moved_bytes)
+            return replace(cost, prefill=while_read, decode=later.decode)
         return cost
 
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:

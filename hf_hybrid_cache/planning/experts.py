@@ -1,16 +1,8 @@
-"""
-The cost of a mixture-of-experts model's experts: their bytes, and how many of them a number of tokens choose.
+"""The cost of a mixture-of-experts model's experts: their bytes."""
 
-The expected number of chosen experts is that of a router that chooses each expert equally often, independently for each
-token. Real routers prefer some experts, so fewer are read. The number for a single token is exact.
-"""
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,19 +16,12 @@ class LayerExperts:
 
     Attributes:
         count: number of experts.
-        chosen: number of experts that each token chooses.
-        num_weights: number of weights in the matrices of all experts; biases count with the model's other weights.
-        num_bytes: of these matrices by the bits of a weight; `None` for matrices as they are.
+        num_bytes: of the matrices of all experts by the bits of a weight; `None` for matrices as they are. Biases
+            count with the model's other weights.
     """
 
     count: int
-    chosen: int
-    num_weights: int
     num_bytes: Mapping[int | None, int]
-
-    def share_read(self, num_tokens: int) -> float:
-        """The expected share of the experts that at least one of `num_tokens` tokens chooses."""
-        return 1.0 - (1.0 - self.chosen / self.count) ** num_tokens
 
 
 @dataclass(frozen=True)
@@ -54,51 +39,18 @@ class ExpertsCost:
         """Bytes of all experts of all layers in so many bits; `None` for experts as they are."""
         return sum(layer.num_bytes[bits] for layer in self.layers)
 
-    def read_bytes(self, num_tokens: int, bits: int | None = None) -> float:
-        """The expected bytes of all experts that `num_tokens` tokens choose in one step; each expert is read once."""
-        return sum(layer.share_read(num_tokens) * layer.num_bytes[bits] for layer in self.layers)
-
-    @property
-    def token_flops(self) -> float:
-        """Floating-point operations of one token with its chosen experts."""
-        return sum(2 * layer.chosen / layer.count * layer.num_weights for layer in self.layers)
-
     @property
     def largest_bytes(self) -> int:
         """Bytes of the largest expert, not quantized."""
         return max((layer.num_bytes[None] // layer.count for layer in self.layers), default=0)
 
 
-@contextmanager
-def observed_choices(model: PreTrainedModel) -> Iterator[dict[nn.Module, int]]:
-    """
-    Observe how many experts a token chooses, while the model runs in the block: configs have no common name for it.
-
-    Yields:
-        The number for each module that holds experts; 0 for a module whose input has no choices.
-    """
-    chosen: dict[nn.Module, int] = {module: 0 for module in model.modules() if _matrices(module)}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                chosen[module] = value.shape[-1]
-                return
-
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in chosen]
-    try:
-        yield chosen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -> dict[int, LayerExperts]:
-    """The cost of each layer's experts, by the `id` of each of their matrices; `chosen` was observed."""
-    covered = {id(each.parameter): each for each in coverage(model)[0]} if chosen else {}
-    found: dict[int, LayerExperts] = {}
-    for module, number in chosen.items():
-        matrices = _matrices(module)
+def experts_of_layers(model: PreTrainedModel) -> ExpertsCost:
+    """The cost of each layer's experts."""
+    of_layers = [matrices for module in model.modules() if (matrices := _matrices(module))]
+    covered = {id(each.parameter): each for each in coverage(model)[0]} if of_layers else {}
+    found = []
+    for matrices in of_layers:
         num_bytes: dict[int | None, int] = {None: sum(matrix.nbytes for matrix in matrices)}
         for bits in WEIGHT_BITS:
             # Matrices that are too small to be quantized count as they are.
@@ -106,10 +58,8 @@ def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -
                 covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
                 for matrix in matrices
             )
-        count = len(matrices[0])
-        layer = LayerExperts(count, min(number or count, count), sum(each.numel() for each in matrices), num_bytes)
-        found |= {id(matrix): layer for matrix in matrices}
-    return found
+        found.append(LayerExperts(len(matrices[0]), num_bytes))
+    return ExpertsCost(tuple(found))
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:

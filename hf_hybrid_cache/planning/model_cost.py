@@ -1,5 +1,5 @@
 """
-The cost of a model without a cache: weights, shapes of keys and values, memory and operations of a prefill.
+The cost of a model without a cache: weights, shapes of keys and values, and the memory of a prefill.
 
 Only a config is needed. The model is built on torch's meta device, where tensors have shapes and no data, and a few
 chunks of a prompt run there. So the numbers come from the model's own code, whatever its family.
@@ -8,9 +8,8 @@ chunks of a prompt run there. So the numbers come from the model's own code, wha
 import functools
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ..errors import HybridCacheError
 from ..layers import tensors_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS, Width, coverage
-from .experts import ExpertsCost, LayerExperts, experts_of_layers, observed_choices
+from .experts import ExpertsCost, experts_of_layers
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config has no limit
@@ -46,13 +45,11 @@ class QuantizedWeights:
         num_bytes: of all weights, with those that are not quantized.
         quantized_bytes: of all codes.
         largest_matrix_bytes: of the largest matrix before it is quantized; each expert has its own matrices.
-        step_bytes: of the weights that a decode step reads.
     """
 
     num_bytes: int
     quantized_bytes: int
     largest_matrix_bytes: int
-    step_bytes: int
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,7 @@ class ModelCost:
         name: for messages and code.
         dtype: of weights, keys and values.
         weight_bytes: of all weights, experts included.
-        step_weight_bytes: of the weights that a decode step reads; of experts, the expected number of chosen ones.
         quantized_weights: sizes of the quantized weights, by bits; empty where no weight can be quantized.
-        num_layers: number of layers.
         comes_quantized: whether its files are quantized by another library; they are dequantized while they are loaded.
         max_context: the most tokens that the model can attend to.
         batch: number of sequences.
@@ -107,8 +102,6 @@ class ModelCost:
         shapes: of the keys and values of the full-attention layers, by index, on the meta device.
         others: the layers that keep transformers' own cache.
         has_kernel: whether the CPU kernel computes its attention.
-        token_flops: operations of products with weights for each token of the prompt, in all sequences.
-        pair_flops: operations of attention for each pair of a prompt's token and a cached token, in all sequences.
         least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
         working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
         continuations: sequences that continue each prompt.
@@ -119,9 +112,7 @@ class ModelCost:
     name: str
     dtype: torch.dtype
     weight_bytes: int
-    step_weight_bytes: int
     quantized_weights: Mapping[int, QuantizedWeights]
-    num_layers: int
     comes_quantized: bool
     max_context: int
     batch: int
@@ -130,8 +121,6 @@ class ModelCost:
     shapes: Mapping[int, KVShape]
     others: tuple[OtherLayer, ...]
     has_kernel: bool
-    token_flops: float
-    pair_flops: float
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
     continuations: int = 1
@@ -159,8 +148,6 @@ class ModelCost:
         return replace(
             self,
             weight_bytes=self.weight_bytes - self.experts.total_bytes(),
-            step_weight_bytes=int(self.step_weight_bytes - self.experts.read_bytes(self.batch)),
-            token_flops=self.token_flops - self.batch * self.experts.token_flops,
             experts=ExpertsCost(),
         )
 
@@ -176,11 +163,6 @@ class ModelCost:
     def held_by_others(self, context: int) -> int:
         """Bytes held by the layers that keep transformers' own cache."""
         return sum(layer.held_bytes(context) for layer in self.others)
-
-    def attention_flops(self, context: int) -> float:
-        """Floating-point operations of attention in a prompt of `context` tokens."""
-        ends = self.lengths(context)
-        return self.pair_flops * sum((end - start) * end for start, end in pairwise([0, *ends]))
 
 
 def model_cost(
@@ -218,16 +200,9 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         cache: Any = DynamicCache(config=config)
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
-        with observed_choices(model) as chosen:
-            first, middle, last = (
-                _run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest)
-            )
-        experts = experts_of_layers(model, chosen)
-        embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        # An embedding that is only looked up is not read.
-        used = [weight for weight in model.parameters() if weight is not embeddings or embeddings is output]
-        read = [(weight, _share_read(experts.get(id(weight)), batch)) for weight in used]
-        quantized = {bits: _quantized(model, read, bits) for bits in WEIGHT_BITS}
+        first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
+        experts = experts_of_layers(model)
+        quantized = {bits: _quantized(model, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
@@ -235,39 +210,26 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
     # `HybridCache` chooses the layers that it replaces by the same type.
     ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
-    # The prefill needs logits of the last position only.
-    multiplied = sum(_share_read(experts.get(id(each)), 1) * each.numel() for each in used if each is not output)
     return ModelCost(
         name=name,
         dtype=dtype,
         weight_bytes=sum(weight.nbytes for weight in model.parameters()),
-        step_weight_bytes=int(sum(share * weight.nbytes for weight, share in read)),
         quantized_weights={bits: weights for bits, weights in quantized.items() if weights is not None},
-        num_layers=config.get_text_config(decoder=True).num_hidden_layers,
         comes_quantized=getattr(config, "quantization_config", None) is not None,
         max_context=max_context,
         batch=batch,
         chunk=chunk,
-        experts=ExpertsCost(tuple({id(layer): layer for layer in experts.values()}.values())),
+        experts=experts,
         shapes=shapes,
         others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
         has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
-        token_flops=2 * batch * multiplied,
-        pair_flops=last.attention_flops / chunk / longest,
         least_working_bytes=first.peak_bytes,
         working_bytes_line=(last.peak_bytes - slope * longest, slope),
     )
 
 
-def _share_read(experts: LayerExperts | None, num_tokens: int) -> float:
-    """The share of a matrix that a step with `num_tokens` tokens reads; of experts, the chosen ones."""
-    return 1.0 if experts is None else experts.share_read(num_tokens)
-
-
-def _quantized(
-    model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, float]], bits: int
-) -> QuantizedWeights | None:
-    """The sizes of the weights in so many bits, by what a step reads; `None` if no weight can be quantized."""
+def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
+    """The sizes of the weights in so many bits; `None` if no weight can be quantized."""
     covered = {id(each.parameter): each for each in coverage(model)[0]}
     codes = {key: each.quantized_bytes(Width.checked(bits)) for key, each in covered.items()}
     if not codes:
@@ -276,16 +238,14 @@ def _quantized(
         num_bytes=sum(codes.get(id(weight), weight.nbytes) for weight in model.parameters()),
         quantized_bytes=sum(codes.values()),
         largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
-        step_bytes=int(sum(share * codes.get(id(weight), weight.nbytes) for weight, share in read)),
     )
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Working memory of a chunk, and operations and head sizes of its attention to all tokens that `sdpa` computes."""
+    """Working memory of a chunk, and head sizes of its attention to all tokens that `sdpa` computes."""
 
     peak_bytes: int
-    attention_flops: float
     attended_dims: set[tuple[int, int]]
 
 
@@ -305,7 +265,7 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
     ids = torch.zeros(batch, chunk, dtype=torch.long, device=META)
     with _FusedOperations(end) as fused, _LiveBytes([*model.parameters(), *model.buffers()], held) as live:
         model(ids, **cache_argument(cache), **options)
-    return _Chunk(live.peak_bytes, fused.flops, fused.dims)
+    return _Chunk(live.peak_bytes, fused.dims)
 
 
 # Versions of torch differ in which of them exist.
@@ -325,13 +285,11 @@ class _FusedOperations(TorchFunctionMode):
         num_tokens: number of cached tokens after the chunk.
 
     Attributes:
-        flops: of the attention to all `num_tokens` tokens.
-        dims: head sizes of keys and values in this attention.
+        dims: head sizes of keys and values in attention to all `num_tokens` tokens.
     """
 
     def __init__(self, num_tokens: int):
         super().__init__()
-        self.flops = 0
         self.dims: set[tuple[int, int]] = set()
         self._num_tokens = num_tokens
 
@@ -343,7 +301,6 @@ class _FusedOperations(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         query, keys, values = args[:3]
         if keys.shape[2] == self._num_tokens:
-            self.flops += 2 * query.shape[:-1].numel() * keys.shape[2] * (keys.shape[3] + values.shape[3])
             self.dims.add((keys.shape[3], values.shape[3]))
         return query.new_empty(*query.shape[:-1], values.shape[3])
 

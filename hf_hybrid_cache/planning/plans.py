@@ -1,8 +1,10 @@
-"""Plans: every cache with the memory that it needs, its speed and its longest context; the recommended one."""
+"""Plans: every cache with the memory that it needs and its longest context, measured if asked; the recommended one."""
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
@@ -12,13 +14,14 @@ from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
 from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
+from .machine import Machine, this_machine
+from .measuring import Measured, measure
 from .model_cost import ModelCost, model_cost
-from .speeds import Machine, seconds_per_token, seconds_to_first_token, this_machine
 
 # Ranks of what is lost by bits; fewer than 4 bits often change an answer, and are never recommended.
 _LOSS: dict[int | tuple[int, int] | None, int] = {None: 0, 8: 1, 4: 2}
 _TOO_MUCH = 3
-# How much faster 8 bits must be, which hardly ever change an answer, to be recommended instead of full precision.
+# How much faster 8 bits, which hardly ever change an answer, must be measured to come before full precision.
 _MUCH_FASTER = 1.5
 
 
@@ -35,6 +38,7 @@ class Plan:
         cache: its name.
         strategy: where keys and values are, and whether GPU or CPU computes attention and decodes.
         weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
+        device_tokens: of `Candidate`.
         experts_on_host: the experts are in host memory and the CPU computes them; the rest of the model is on the GPU.
         context: number of tokens of each sequence, prompt and answer.
         device_bytes: the most GPU memory that is used at any time, weights included.
@@ -43,18 +47,15 @@ class Plan:
         kv_host_bytes: host memory of the cache while it decodes.
         short_device_bytes: GPU memory that is missing.
         short_host_bytes: host memory that is missing.
-        seconds_to_first_token: of the prompt, which is as long as the context unless several sequences continue it;
-            `None` where speeds are not known.
-        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known, and where
-            several sequences continue a prompt.
         longest_context: the longest context that fits, at most the model's; 0 if none does.
-        seconds_to_read_longest: of a prompt that is as long; `None` where speeds are not known.
         code: Python program that uses the cache.
+        measured: its speed; `None` unless it was measured.
     """
 
     cache: str
     strategy: Strategy
     weights: int | None
+    device_tokens: int
     experts_on_host: bool
     context: int
     device_bytes: int
@@ -63,11 +64,9 @@ class Plan:
     kv_host_bytes: int
     short_device_bytes: int
     short_host_bytes: int
-    seconds_to_first_token: float | None
-    seconds_per_token: float | None
     longest_context: int
-    seconds_to_read_longest: float | None
     code: str
+    measured: Measured | None = None
 
     @property
     def fits(self) -> bool:
@@ -79,11 +78,18 @@ class Plan:
         """The rank of what is lost, 0 for full precision, then 8 bits, 4 bits, and fewer, of weights or the cache."""
         return max(_LOSS.get(bits, _TOO_MUCH) for bits in (self.weights, BITS.get(self.cache)))
 
-    def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
-        """Whether a token is known to be more than `times` faster than with the other plan."""
-        if self.seconds_per_token is None or other.seconds_per_token is None:
-            return False
-        return times * self.seconds_per_token < other.seconds_per_token
+    @property
+    def candidate(self) -> Candidate:
+        """The cache, and where it is."""
+        return Candidate(self.cache, self.strategy, self.weights, self.device_tokens, self.experts_on_host)
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Less is better: measured seconds of a token, then transfers, then bytes."""
+        seconds = math.inf if self.measured is None else self.measured.seconds_per_token
+        transfers = self.strategy == Strategy.CPU, self.experts_on_host, [*Strategy].index(self.strategy)
+        most, kv = self.device_bytes + self.host_bytes, self.kv_device_bytes + self.kv_host_bytes
+        return seconds, *transfers, most, kv
 
 
 def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
@@ -97,12 +103,11 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         raise PlanError(f"{model.name} has a context of {model.max_context:,} tokens, and {context:,} were asked for.")
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
-    longest = _longest_context(model, candidate, machine)
-    of_longest = candidate.cost(model, longest) if longest else cost
     return Plan(
         cache=candidate.cache,
         strategy=candidate.strategy,
         weights=candidate.weights,
+        device_tokens=candidate.device_tokens,
         experts_on_host=candidate.experts_on_host,
         context=context,
         device_bytes=most.device,
@@ -111,10 +116,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         kv_host_bytes=cost.decode.host,
         short_device_bytes=max(0, most.device - machine.device_bytes),
         short_host_bytes=max(0, most.host - machine.host_bytes),
-        seconds_to_first_token=seconds_to_first_token(model, candidate, cost, context, machine.speeds),
-        seconds_per_token=seconds_per_token(model, candidate, cost, context, machine.speeds),
-        longest_context=longest,
-        seconds_to_read_longest=seconds_to_first_token(model, candidate, of_longest, longest or 1, machine.speeds),
+        longest_context=_longest_context(model, candidate, machine),
         code=candidate.code(model),
     )
 
@@ -130,7 +132,7 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     Args:
         model: cost of the model, from `model_cost`.
         context: number of tokens of each sequence.
-        machine: memory and speeds, as from `this_machine`.
+        machine: its memory, as from `this_machine`.
 
     Raises:
         PlanError: the context is longer than the model's.
@@ -155,18 +157,58 @@ def recommendations(plans: Sequence[Plan]) -> list[Plan]:
     """
     The recommended plans, the best first.
 
-    They are the fastest fitting plans in full precision, in 8 and in 4 bits, of the weights that the CPU multiplies and
-    of keys and values. Where speeds are not known, the plan with the fewest transfers is taken. Full precision comes
-    first, unless it takes more than 1.5 times as long a token as 8 bits. transformers' own cache is recommended only
-    for a model that gains nothing from a `HybridCache`.
+    They are the best fitting plans in full precision, in 8 and in 4 bits, of the weights that the CPU multiplies and of
+    keys and values: the fastest of those that were measured, or else the one with the fewest transfers, then with the
+    fewest bytes. Full precision comes first, unless 8 bits are measured to be more than 1.5 times as fast a token.
+    transformers' own cache is recommended only for a model that gains nothing from a `HybridCache`.
     """
-    best: dict[int, Plan] = {}
-    for plan in [plan for plan in plans if plan.cache != "stock"] or plans:
-        if plan.fits and plan.loss < _TOO_MUCH and (plan.loss not in best or plan.is_faster_than(best[plan.loss])):
-            best[plan.loss] = plan
-    found = [best[loss] for loss in sorted(best)]
-    if len(found) > 1 and found[1].loss == 1 and found[1].is_faster_than(found[0], times=_MUCH_FASTER):
+    by_loss = _worth_taking(plans)
+    found = [min(by_loss[loss], key=lambda plan: plan.rank) for loss in sorted(by_loss)]
+    if len(found) > 1 and found[1].loss == 1 and _MUCH_FASTER * found[1].rank[0] < found[0].rank[0]:
         found[:2] = found[1::-1]
+    return found
+
+
+def measured_plans(
+    config: PreTrainedConfig, model: ModelCost, plans: Sequence[Plan], progress: Callable[[Plan], None] | None = None
+) -> list[Plan]:
+    """
+    Measure the plans that may be recommended, on this machine: it takes some 20 seconds for each on a CPU.
+
+    These are, of each strategy in full precision, in 8 and in 4 bits, those with the fewest bytes. Nothing is measured
+    beside a plan on the GPU, where nothing moves.
+
+    Args:
+        config: of the model.
+        model: its cost.
+        plans: from `make_plans`.
+        progress: is called with each plan before it is measured.
+
+    Returns:
+        All plans; those that were measured say so.
+
+    Raises:
+        MeasureError: the machine has no such device or too little memory, or layers of the model do not run alone.
+    """
+    made = list(plans)
+    for of_loss in _worth_taking(plans).values():
+        of_strategies: dict[Strategy, Plan] = {}
+        for plan in sorted(of_loss, key=lambda plan: plan.rank):
+            of_strategies.setdefault(plan.strategy, plan)
+        on_gpu = [plan for plan in of_strategies.values() if plan.strategy == Strategy.GPU and not plan.experts_on_host]
+        for plan in on_gpu or of_strategies.values():
+            if progress is not None:
+                progress(plan)
+            made[made.index(plan)] = replace(plan, measured=measure(config, model, plan.candidate, plan.context))
+    return made
+
+
+def _worth_taking(plans: Sequence[Plan]) -> dict[int, list[Plan]]:
+    """The plans that fit and do not lose too much, by what they lose."""
+    found = defaultdict(list)
+    for plan in [plan for plan in plans if plan.cache != "stock"] or plans:
+        if plan.fits and plan.loss < _TOO_MUCH:
+            found[plan.loss].append(plan)
     return found
 
 
@@ -242,8 +284,7 @@ def cache_for_budget(
     if best is None:
         otherwise = " Or load the model on the CPU, and pass gpu_memory=0." if device_bytes else ""
         raise PlanError(why_nothing_fits(model, plans) + otherwise)
-    chosen = taken[plans.index(best)]
-    return HybridCache(config, chosen.placement, codec=chosen.codec)
+    return HybridCache(config, best.candidate.placement, codec=best.candidate.codec)
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:

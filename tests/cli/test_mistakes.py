@@ -51,7 +51,6 @@ MISTAKES = {
     # Of `plan`.
     LLAMA + "--host-memory 32": "--host-memory: 32 is 32 bytes, which is less than 1MiB. Write 32GiB if these are",
     LLAMA + "--context 129K": "has a context of 131,072 tokens, and 132,096 were asked for",
-    LLAMA + "--bus-bandwidth 12GB": "--bus-bandwidth: '12GB' is not a bandwidth: write it as 30GB/s",
     LLAMA + "--continuations 8 --batch-size 2": "--continuations 8 continue one prompt, and --batch-size 2 are",
     LLAMA + "--model someone/something": "HF_HUB_OFFLINE is set",
     LLAMA + "--model lama-3.2-1b": "Did you mean meta-llama/Llama-3.2-1B?",

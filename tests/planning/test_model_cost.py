@@ -66,25 +66,6 @@ def test_weights_and_states_are_those_of_the_real_model(family: str):
         assert 0 < quantized.largest_matrix_bytes <= quantized.quantized_bytes * 16 / bits
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_step_reads_all_but_embeddings_that_are_not_the_output_head(is_tied: bool):
-    cost = model_cost(llama(vocab_size=96, tie_word_embeddings=is_tied), torch.float32)
-    assert cost.weight_bytes - cost.step_weight_bytes == (0 if is_tied else 96 * 64 * 4)
-    # Each row has two groups, of a word for scale and low and 32 codes: of 4 bits in four words.
-    in_4_bits, embedding, norms = cost.quantized_weights[4], 96 * 2 * (1 + 4) * 4, 5 * 64 * 4
-    assert in_4_bits.quantized_bytes + norms - in_4_bits.step_bytes == (0 if is_tied else embedding)
-
-
-def test_arithmetic_of_a_prompt_is_that_of_its_products():
-    config = llama(num_hidden_layers=3, head_dim=24, max_position_embeddings=4096)
-    cost = model_cost(config, torch.float32, batch=2, chunk=CHUNK)
-    products = 3 * (2 * 64 * 96 + 2 * 64 * 48 + 3 * 64 * 96) * 2 * 2
-    norms = (2 * 3 + 1) * 64 * 2 * 2
-    assert cost.token_flops == products + norms
-    assert cost.pair_flops == pytest.approx(3 * 4 * 4 * 24 * 2)
-    assert cost.attention_flops(3 * CHUNK) == pytest.approx(cost.pair_flops * CHUNK * (1 + 2 + 3) * CHUNK)
-
-
 def test_the_memory_of_a_chunk_has_the_mask_and_repeated_keys_and_values():
     cost = model_cost(llama(max_position_embeddings=4096), torch.bfloat16, chunk=CHUNK)
     _, slope = cost.working_bytes_line
