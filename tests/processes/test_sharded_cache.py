@@ -203,6 +203,23 @@ def test_attention_that_asks_for_the_states_gets_those_of_all_processes(group: G
         assert torch.equal(answer[0], expected[0])
 
 
+def converted(name: str) -> list[bool]:
+    """Convert a cache to another type; return for each layer whether it holds the same states."""
+    cache = shared(name, tiny_model("llama").config)
+    for index in range(4):
+        states = torch.randn(2, 1, 2, 363, 16, generator=torch.Generator().manual_seed(index)).bfloat16()
+        cache.update(*states, index)
+    before = [layer.keys for layer in cache.layers]
+    cache.to("cpu", torch.float32)
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.float32}
+    return [torch.equal(layer.keys.bfloat16(), keys) for layer, keys in zip(cache.layers, before, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["quantized_8", "quantized_2"])
+def test_quantized_cache_when_converted_then_holds_the_same(name: str, group: Group):
+    assert group.call(converted, name) == [[True] * 4] * len(group.pipes)
+
+
 def sampled_with_other_logits() -> list[list[int]]:
     """Sample with another model in each process, which exaggerates the rounding of other processors."""
     rank = distributed.get_rank()
