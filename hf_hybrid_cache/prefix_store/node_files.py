@@ -124,9 +124,7 @@ class Node(NamedTuple):
             raise ValueError(f"it is none of version {VERSION}")
         keys = b64decode(metadata["keys"], validate=True)
         # Another model's node of the same tokens would have these keys, too.
-        if metadata["node"] != self.name or list(end_digests(self.start, keys).items())[-1:] != [
-            (self.end, len(keys) / KEY_BYTES)
-        ]:
+        if metadata["node"] != self.name or end_digests(self.start, keys).get(self.end) != len(keys) / KEY_BYTES:
             raise ValueError("it is another one")
         return Head(metadata["identity"], keys, metadata["description"], metadata["states"])
 

@@ -113,7 +113,7 @@ PLACEMENTS = {
 
 
 @torch.no_grad()
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("codec", [None, minmax(8, rotate=True), minmax(4)], ids=str)
 @pytest.mark.parametrize("before", PLACEMENTS)
 def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str, codec: KVCodec | None, path: Path):

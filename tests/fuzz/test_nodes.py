@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from transformers import PreTrainedModel
 
 from fuzz.altered import altered
 from hf_hybrid_cache import HostMemoryError, HybridCache, IncompleteCacheError, Placement, PrefixStore, minmax
@@ -20,6 +21,7 @@ from prefix_store.prompts import FORMS, next_logits
 # The models have short contexts.
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")]
 PLACEMENTS = FORMS | {
+    "gemma3": FORMS["full"],
     "dequantized": lambda config: HybridCache(config, codec=minmax(4), placement=Placement(cpu_decode=False)),
     "split": lambda config: HybridCache(
         config, codec=minmax(4), placement=Placement(cpu_decode=True, offload=True, device_tokens=192)
@@ -31,10 +33,15 @@ PROMPT = random_prompt(1, 1400)
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with a prompt, by the names of placements."""
-    folder, model = tmp_path_factory.mktemp("prompts"), tiny_model("llama")
+    folder = tmp_path_factory.mktemp("prompts")
     for name, make in PLACEMENTS.items():
+        model = model_of(name)
         PrefixStore(folder / name).prefill(model, PROMPT[:, :1281], make(model.config), progress=False)
     return folder
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return tiny_model("gemma3" if name == "gemma3" else "llama")
 
 
 @search_at_random(25)
@@ -46,7 +53,7 @@ def test_a_forged_node_is_not_used_or_can_be_gone_on_from(data: st.DataObject, n
     tree = description_of(node)
     tree["states"] = data.draw(altered(tree["states"]))
     describe(node, tree)
-    model = tiny_model("llama")
+    model = model_of(name)
     cache = PLACEMENTS[name](model.config)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*( removed|removed from the store)")
@@ -54,6 +61,9 @@ def test_a_forged_node_is_not_used_or_can_be_gone_on_from(data: st.DataObject, n
             reuse = PrefixStore(tmp_path / "store").prefill(model, PROMPT[:, :1281], cache, progress=False)
         except HostMemoryError:
             return
+    again = PLACEMENTS[name](model.config)
+    # What was not used is read, and kept anew.
+    assert reuse.num_tokens or PrefixStore(tmp_path / "store").num_stored(model, PROMPT[:, :1281], again) == 1280
     count(f"forged nodes that were {'gone on from' if reuse.num_tokens else 'not used'}")
     # States of other sizes are told from new ones, and layers without states from those that have some.
     with contextlib.suppress(ValueError, IncompleteCacheError):

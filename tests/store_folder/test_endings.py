@@ -17,7 +17,7 @@ from common.interruptions import Interruption
 from common.limits import limited
 from common.programs import run_program
 from common.soak import budget, count
-from store_folder.stored import keep, open_folder
+from store_folder.stored import LENGTHS, all_found, fill, keep, open_folder
 from store_folder.trials import CHANGES, check, prepared
 
 # A file that was being opened when the error came is closed when it is freed.
@@ -53,7 +53,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops processes at calls of the system")
 def test_process_when_killed_at_any_call_then_leaves_a_whole_folder(path: Path):
-    every = 29 if budget(1) == 1 else 1
+    every = 11 if budget(1) == 1 else 1
     run_program(f"from store_folder import trials; trials.kill_everywhere({str(path)!r}, {every})")
     count("changes of a prefix store killed at every so many calls", len(CHANGES))
 
@@ -104,6 +104,21 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
             assert is_mounted(disk, "remount,size=1m")
             check(disk / "store", change, may_lose=True)  # prompts may make room
         assert num_pages > (change == "fill")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a disk")
+def test_folder_when_it_cannot_be_written_then_prompts_are_found(tmp_path: Path):
+    if not is_mounted(disk := tmp_path / "disk", "size=1m"):
+        pytest.skip("may not mount")
+    try:
+        fill(disk / "store")
+        assert is_mounted(disk, "remount,ro")
+        user = open_folder(disk / "store")
+        assert all_found(user) == LENGTHS
+        with pytest.raises(PrefixStoreFolderError, match="cannot be changed: Read-only file system"):
+            keep(user, (1,))
     finally:
         subprocess.run(["umount", disk], check=True)
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -185,66 +184,38 @@ def test_files_of_others_when_in_a_store_then_stay(path: Path):
     assert open_folder(path).damages() == {}
     after = contents(nodes)
     assert before.items() <= after.items()
-    assert {each.name for each in after.keys() - before.keys()} == {
-        "lock",
-        *(node.path.name for node in nodes_of(path)),
-    }
+    assert after.keys() - before.keys() == {nodes / "lock", *(node.path for node in nodes_of(path))}
 
 
-def link(path: Path) -> None:
-    elsewhere = path.parents[1] / "elsewhere"
-    if path.exists():
-        path.rename(elsewhere)
-    else:
-        elsewhere.write_text("Dear")
-    path.symlink_to(elsewhere)
-
-
-def something_else(path: Path) -> None:
-    is_folder = path.is_dir()
-    path.rename(path.with_name("elsewhere"))
-    path.write_text("Dear") if is_folder else path.mkdir()
+def moved(path: Path, name: str) -> Path:
+    """Give the folder of the nodes another name; return its path from before."""
+    (path / NODES).rename(path / name)
+    return path / NODES
 
 
 def of_another_user(path: Path) -> None:
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         pytest.skip("only root gives files away")
-    os.chown(path, 12345, 12345)
-
-
-def in_place_of_the_folder(make: Callable[[Path], object], path: Path) -> None:
-    shutil.rmtree(path)
-    make(path)
+    os.chown(path / NODES, 12345, 12345)
 
 
 def folder_of_letters(path: Path) -> None:
+    shutil.rmtree(path)
     path.mkdir(0o755)
     (path / "letter.txt").write_text("Dear")
 
 
-def of_another_version(name: str, path: Path) -> None:
-    (path / NODES).rename(path / name)
-
-
+IS_OTHER = f"has {NODES}, which is a link, something else, or of another user"
 # What happens to a store, and what is told then.
-REFUSED: list[tuple[Callable[[Path], Any], str]] = [
+REFUSED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: moved(path, "elsewhere").symlink_to("elsewhere"), IS_OTHER),
+    (lambda path: moved(path, "elsewhere").write_text(""), IS_OTHER),
+    (of_another_user, IS_OTHER),
+    (lambda path: path.rename(path.with_name("elsewhere")) and path.write_text(""), "cannot be used as a store"),
+    (lambda path: path.rename(path.with_name("elsewhere")) and path.symlink_to("nowhere"), "cannot be used as a store"),
+    (folder_of_letters, r"is no store and has other files \(letter.txt\)"),
     *(
-        (
-            lambda path, change=change: change(path / NODES),
-            f"has {NODES}, which is a link, something else, or of another user",
-        )
-        for change in (link, something_else, of_another_user)
-    ),
-    *(
-        (partial(in_place_of_the_folder, make), reason)
-        for make, reason in (
-            (lambda path: path.write_text(""), "cannot be used as a store"),
-            (lambda path: path.symlink_to("nowhere"), "cannot be used as a store"),
-            (folder_of_letters, r"is no store and has other files \(letter.txt\)"),
-        )
-    ),
-    *(
-        (partial(of_another_version, name), rf"is a store of another version \({name}\), .*: give another folder")
+        (partial(moved, name=name), rf"is a store of another version \({name}\), .*: give another folder")
         for name in ("index", "prompts.sqlite", "nodes-99")
     ),
 ]
@@ -252,7 +223,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.skipif(os.name == "nt", reason="makes links")
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
-def test_folder_that_is_not_ours_is_refused_and_stays(change: Callable[[Path], Any], reason: str, path: Path):
+def test_folder_that_is_not_ours_is_refused_and_stays(change: Callable[[Path], object], reason: str, path: Path):
     keep(open_folder(path), FIRST)
     change(path)
     before = contents(path.parent), path.lstat().st_mode
