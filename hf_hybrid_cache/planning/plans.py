@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from ..byte_sizes import parse_bytes, parse_tokens
 from ..cache import HybridCache
 from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
+from ..system.byte_sizes import parse_bytes, parse_tokens
 from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
 from .model_cost import ModelCost, model_cost
 from .speeds import Machine, seconds_per_token, seconds_to_first_token, this_machine

@@ -23,8 +23,8 @@ from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from ..durable_files import sync_folder
 from ..files.tensor_file import CacheFileError, Section, TensorFile
+from ..system.durable_files import sync_folder
 from .database import DamagedDatabaseError, Node, Nodes, transaction
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import KEY_BYTES, as_bytes, as_keys, end_digests, identity_digest, num_common

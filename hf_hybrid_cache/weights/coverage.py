@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -193,7 +193,7 @@ def _routers(model: PreTrainedModel) -> set[nn.Module]:
     found: set[nn.Module] = set()
     for part in model.modules():
         recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        kind = getattr(recorded, "target_class", recorded)
+        kind: Any = getattr(recorded, "target_class", recorded)
         for router in part.modules() if isinstance(kind, type) else ():
             if isinstance(router, kind) and not any(map(holds_experts, router.modules())):
                 found.update(router.modules())
