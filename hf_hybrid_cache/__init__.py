@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .files import CacheFileError, saved_token_ids
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement
-    from .numa_nodes import NodeError, bind_to_node
     from .planning import cache_for_budget
     from .prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError, Reuse, StoredPrompt
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
+    from .system.numa_nodes import NodeError, bind_to_node
     from .weights import (
         QuantizedWeightsConfig,
         WeightsReport,
@@ -104,7 +104,7 @@ __getattr__ = lazy_names(
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement"),
-        "numa_nodes": ("NodeError", "bind_to_node"),
+        "system.numa_nodes": ("NodeError", "bind_to_node"),
         "planning": ("cache_for_budget",),
         "prefix_store": ("PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt"),
         "processes": ("LostProcessError", "OutOfStepError"),

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from experiments.common.instructions import variables_without
-from hf_hybrid_cache.user_folder import cache_home
+from hf_hybrid_cache.system.user_folder import cache_home
 
 # As on another processor: CONTRIBUTING.md says how. Before Numba and torch are imported, which read it then.
 os.environ.update(variables_without(*os.environ.get("HF_HYBRID_CACHE_TEST_WITHOUT", "").split()))

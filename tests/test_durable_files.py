@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, durable_files
-from hf_hybrid_cache.durable_files import replaced_when_whole
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache
+from hf_hybrid_cache.system import durable_files
+from hf_hybrid_cache.system.durable_files import replaced_when_whole
 
 from models.tiny_models import FAMILIES
 

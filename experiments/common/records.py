@@ -18,7 +18,7 @@ import psutil
 import torch
 
 import hf_hybrid_cache
-from hf_hybrid_cache.durable_files import replaced_when_whole
+from hf_hybrid_cache.system.durable_files import replaced_when_whole
 
 RESULTS = Path(__file__).parents[2] / "results"
 _PACKAGES = ("torch", "transformers", "numpy", "numba")

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from hf_hybrid_cache.user_folder import cache_home
+from hf_hybrid_cache.system.user_folder import cache_home
 
 FOLDER = "gguf-v1"  # the version counts changes of what is written
 FILE_TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}

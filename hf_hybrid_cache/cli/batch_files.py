@@ -19,8 +19,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..documents import files_in, read_bytes
-from ..durable_files import replaced_when_whole
 from ..models.shapes import ALIASES
+from ..system.durable_files import replaced_when_whole
 from .console import UsageError, json_line, strict_json
 
 Record = dict[str, Any]

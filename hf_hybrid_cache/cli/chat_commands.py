@@ -13,7 +13,7 @@ from .chat_input import QUOTES, Typed, shortened
 from .console import note, out_of_memory, write
 
 # A remark warns of fewer tokens that are left in the context.
-_FEW_TOKENS = 512
+_WARN_BELOW_TOKENS = 512
 _WAYS_OUT = " /undo takes back the last question, /forget all of them."
 _SETTINGS = {field.name: field for field in fields(AnswerSettings)}
 _HELP = f"""\
@@ -75,7 +75,7 @@ class ChatCommands:
     def _ask(self, question: str) -> bool:
         """Ask, write the answer as it comes, and remark why it ended; return whether it has any token."""
         chat, before = self._chat, len(self._chat.turns)
-        self._has_warned &= chat.num_free < _FEW_TOKENS
+        self._has_warned &= chat.num_free < _WARN_BELOW_TOKENS
         is_ended, error_text = False, ""
         try:
             with closing(chat.ask(question)) as answer:
@@ -104,9 +104,9 @@ class ChatCommands:
             self._remark(f"ended at the model's context of {chat.context:,} tokens.{_WAYS_OUT}")
         elif reason == "length":
             self._remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
-        if chat.num_free < _FEW_TOKENS and not self._has_warned:
+        if chat.num_free < _WARN_BELOW_TOKENS and not self._has_warned:
             self._remark(f"{chat.num_free:,} tokens of context left")
-        self._has_warned = chat.num_free < _FEW_TOKENS
+        self._has_warned = chat.num_free < _WARN_BELOW_TOKENS
 
     def _tell(self) -> None:
         """Remark what the cache holds, and how fast the last answer was."""

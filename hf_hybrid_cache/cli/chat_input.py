@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from ..user_folder import cache_home, make_private
+from ..system.user_folder import cache_home, make_private
 from .console import UsageError
 
 QUOTES = '"""'

@@ -30,7 +30,7 @@ _FEW_WEIGHT_BITS = 4
 # All caches together read documents for so long, unless --context says how much of them they read.
 MOST_SECONDS = 120.0
 # Tokens of a warm-up; and at most those of a chunk that is measured, and the seconds that it may take, about.
-_FEW_TOKENS, _CHUNK_TOKENS, _CHUNK_SECONDS = 64, 1024, 4.0
+_WARM_UP_TOKENS, _CHUNK_TOKENS, _CHUNK_SECONDS = 64, 1024, 4.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _seconds_by_tokens(model: PreTrainedModel, token_ids: list[int], name: str) 
         prefill(model, token_ids[: 2 * chunk_tokens], cache, chunk_size=chunk_tokens, progress=end)
         return ends[1] - ends[0], ends[-1] - ends[-2]
 
-    few = max(1, min(_FEW_TOKENS, len(token_ids) // 2))
+    few = max(1, min(_WARM_UP_TOKENS, len(token_ids) // 2))
     _, warm = measured(few)
     chunk_tokens = max(few, min(int(_CHUNK_SECONDS / warm) * few, _CHUNK_TOKENS, len(token_ids) // 2))
     first, second = measured(chunk_tokens)
@@ -163,7 +163,7 @@ def _seconds_by_tokens(model: PreTrainedModel, token_ids: list[int], name: str) 
 def _row(task: Task, loaded: LoadedModel, name: str, form: Mapping[str, Any], notes: Console) -> Row:
     """Answer with a cache, after two steps that compile what is compiled once."""
     of_cache = {"cache": form["cache"], "bits": form["bits"]}
-    warm = task.chat(loaded, Console(quiet=True), **of_cache, context=_FEW_TOKENS)
+    warm = task.chat(loaded, Console(quiet=True), **of_cache, context=_WARM_UP_TOKENS)
     for _ in warm.ask("Why?", replace(task.settings, max_new_tokens=2)):
         pass
     chat = task.chat(loaded, notes, **of_cache)

@@ -6,9 +6,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ..byte_sizes import parse_bytes, parse_tokens
 from ..models.shapes import ALIASES, SHAPES
 from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from ..system.byte_sizes import parse_bytes, parse_tokens
 from .options import DTYPES, check_choice
 
 _T = TypeVar("_T")

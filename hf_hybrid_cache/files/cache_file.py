@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from ..codecs import describe
-from ..durable_files import replaced_when_whole
 from ..layers import HybridLayer, LayerStores
 from ..processes import Agreement
+from ..system.durable_files import replaced_when_whole
 from .description import CacheDescription
 from .filling import Filling, empty_tensors, read_codecs, targets_of
 from .layers import codec_section, described_layer, layer_section, tensor_section

@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import GgufConfig, QuantizationConfi
 
 from ..errors import HybridCacheError
 from ..kernels import has_fast_bfloat16
-from ..user_folder import cache_home
+from ..system.user_folder import cache_home
 from .random_weights import random_llama
 from .shapes import ALIASES, CREATED_MODEL, SHAPES, SMOLLM2
 

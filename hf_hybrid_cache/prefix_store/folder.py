@@ -18,8 +18,8 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from ..durable_files import sync_folder
 from ..files.tensor_file import CacheFileError, Section
+from ..system.durable_files import sync_folder
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import KEY_BYTES, as_bytes, as_keys, end_digests, identity_digest, num_common
 from .node_files import VERSION, Head, Node, Nodes, begin, require_damage

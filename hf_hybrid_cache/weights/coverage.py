@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from .quantized_weight import QuantizedWeight
 QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_SIZE, HEAD_BITS = 32, 8
 _ALLOWED_GROUP_SIZES = (32, 64, 128)
-# Smaller matrices would be mostly padding; gates and routers are among them, and are better left exact.
+# Smaller matrices would be mostly padding; gates are among them, and are better left exact.
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 32
 
 
@@ -150,7 +150,7 @@ def coverage(model: PreTrainedModel, only_experts: bool = False) -> tuple[list[C
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(id(parameter), []).append((module, attribute))
-    head = model.get_output_embeddings()
+    head, routers = model.get_output_embeddings(), _routers(model)
     covered, left = [], {}
     for name, parameter in model.named_parameters():
         modules = [module for module, _ in holders[id(parameter)]]
@@ -158,7 +158,8 @@ def coverage(model: PreTrainedModel, only_experts: bool = False) -> tuple[list[C
         if parameter.dim() < 2 or (only_experts and not is_expert):
             continue
         orientations = {_orientation(*holder, model) for holder in holders[id(parameter)]}
-        reason = _reason_to_leave(parameter, modules, orientations)
+        is_router = any(module in routers for module in modules)
+        reason = "is of a router" if is_router else _reason_to_leave(parameter, modules, orientations)
         if reason is None:
             is_head = any(module is head for module in modules)
             covered.append(Covered(name, parameter, holders[id(parameter)], orientations == {True}, is_head))
@@ -185,6 +186,18 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether a module's parameters of three dimensions are stacked experts."""
     # transformers' `use_experts_implementation` sets these attributes on the modules that it decorates.
     return hasattr(module, "num_experts") and isinstance(getattr(module, "is_transposed", None), bool)
+
+
+def _routers(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of routers: of the class whose scores transformers records, unless it is that of a whole block."""
+    found: set[nn.Module] = set()
+    for part in model.modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        kind: Any = getattr(recorded, "target_class", recorded)
+        for router in part.modules() if isinstance(kind, type) else ():
+            if isinstance(router, kind) and not any(map(holds_experts, router.modules())):
+                found.update(router.modules())
+    return found
 
 
 def _orientation(module: nn.Module, attribute: str, model: PreTrainedModel) -> bool | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.user_folder import make_private_folders, why_not_trusted
+from hf_hybrid_cache.system.user_folder import make_private_folders, why_not_trusted
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs owners and permissions of POSIX")
 ANOTHER = 12345

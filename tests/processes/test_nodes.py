@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_hybrid_cache import NodeError, bind_to_node, numa_nodes
+from hf_hybrid_cache import NodeError, bind_to_node
+from hf_hybrid_cache.system import numa_nodes
 
 from common.programs import command, environment
 
@@ -109,7 +110,8 @@ def test_threads_when_bound_before_torch_is_imported_then_fit_the_node(nodes: Pa
     run(f"""
 import os, sys, warnings
 from pathlib import Path
-from hf_hybrid_cache import bind_to_node, numa_nodes
+from hf_hybrid_cache import bind_to_node
+from hf_hybrid_cache.system import numa_nodes
 numa_nodes.NODES = Path({str(nodes)!r})
 warnings.simplefilter("ignore")  # this machine may have no second node
 bind_to_node(1)

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    NllbMoeConfig,
+    PreTrainedModel,
+    SwitchTransformersConfig,
+)
 
 from hf_hybrid_cache import (
     DynamicHybridCache,
@@ -25,12 +33,14 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import uses_gemm
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.weights import ReadOnlyWeightError
+from hf_hybrid_cache.weights.coverage import coverage
 from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 from hf_hybrid_cache.weights.quantized_weights import quantization_bar
 
 from common.interruptions import Interruption
 from common.programs import run_program
+from models import architectures
 from models.architectures import small_model
 from models.expert_models import expert_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -149,6 +159,7 @@ def test_processors_without_integer_dot_products_compute_the_same(tmp_path: Path
     program = f"""
 import torch
 from hf_hybrid_cache.weights import ReadOnlyWeightError
+from hf_hybrid_cache.weights.coverage import coverage
 from hf_hybrid_cache.weights.quantized_matrices import QuantizedMatrices
 torch.manual_seed(0)
 weights, tokens = torch.randn(1, 50, 300), torch.randn(5, 300)
@@ -352,6 +363,39 @@ def test_tied_weights_stay_tied():
         twin = copy.deepcopy(model)
         assert twin.lm_head.weight is twin.transformer.wte.weight
         assert twin.lm_head.weight.matrices is model.lm_head.weight.matrices
+
+
+@pytest.mark.slow
+def test_routers_of_all_architectures_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        monkeypatch.setitem(architectures._SIZES, name, 32)  # enough for a router to be a matrix like others
+    sizes = {"d_model": 64, "num_experts": 32, "pad_token_id": 0}
+    configs = [SwitchTransformersConfig(**sizes), NllbMoeConfig(**sizes)]
+    for name in architectures.CONFIGS:
+        with suppress(Exception):  # what transformers raises for such sizes
+            configs.append(architectures.small_config(name))
+    with_router = set()
+    for config in configs:
+        of_kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        try:
+            with torch.device("meta"):
+                model = of_kind.from_config(config)
+        except Exception:
+            continue
+        covered = [each.name for each in coverage(model)[0]]
+        # By names, which the package does not look at.
+        routers = {
+            name for name, _ in model.named_modules() if re.search(r"(router|mlp\.gate|mlp\.router\.\w+)$", name)
+        }
+        with_router |= {type(config).__name__} if routers else set()
+        assert not [name for name in covered if name.removesuffix(".weight") in routers]
+    assert with_router >= {
+        "AfmoeConfig",
+        "JetMoeConfig",
+        "LongcatFlashConfig",
+        "NllbMoeConfig",
+        "SwitchTransformersConfig",
+    }
 
 
 def test_weights_that_cannot_be_quantized_are_named_with_reasons():

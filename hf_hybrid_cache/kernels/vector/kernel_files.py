@@ -25,7 +25,7 @@ from numba.core.caching import IndexDataCacheFile, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
-from ...user_folder import cache_home, make_private_folders, why_not_trusted
+from ...system.user_folder import cache_home, make_private_folders, why_not_trusted
 
 # A kernel that takes longer makes the process say so, once.
 _SECONDS_IN_SILENCE = 3.0

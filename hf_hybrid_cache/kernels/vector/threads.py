@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from ...control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 from ...scalars import as_integer
+from ...system.control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 
 VARIABLE = "HF_HYBRID_CACHE_NUM_THREADS"
 # Numbers of the system call `get_mempolicy`, for which the C library has no function.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import psutil
 
-from ...control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 from ...errors import HybridCacheError
+from ...system.control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 from .growth import grown_capacity, least_capacity
 
 if sys.platform == "linux":

@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from .scalars import as_integer
+from ..scalars import as_integer
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

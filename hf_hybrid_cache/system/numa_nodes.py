@@ -10,8 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .errors import HybridCacheError
-from .scalars import as_integer
+from ..errors import HybridCacheError
+from ..scalars import as_integer
 
 NODES = Path("/sys/devices/system/node")
 # Numbers of the system call, for which the C library has no function.
