@@ -63,6 +63,11 @@ def has_kernel_for_many(shape: KVShape) -> bool:
     return shape.element is not None and uses_prefill_kernel(shape.element)
 
 
+def _takes_kernel(queries: Queries, shape: KVShape) -> bool:
+    """Return whether many queries attend by the kernel: where it is faster, or torch has no such attention."""
+    return has_kernel_for_many(shape) or queries.cap is not None
+
+
 class KernelThread:
     """One thread for kernels beside an accelerator, started at its first use; a forked process starts its own."""
 
@@ -123,7 +128,7 @@ class HostAttention:
         """Attend to all tokens of a store, which are in host memory; the output is like the queries."""
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
-        if query.is_cpu and (are_few or has_kernel_for_many(store.shape)):
+        if query.is_cpu and (are_few or _takes_kernel(queries, store.shape)):
             return self._attend_to_blocks(queries, blocks_of(store))
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
@@ -142,7 +147,7 @@ class HostAttention:
         query = queries.states
         if query.shape[2] <= MAX_QUERIES and not queries.are_causal:
             return self._attend_few(queries, self._arrays_of(queries), blocks_of(store, num_elsewhere))
-        if query.is_cpu and has_kernel_for_many(store.shape):
+        if query.is_cpu and _takes_kernel(queries, store.shape):
             blocks = blocks_of(store)
             return self._attend_many(queries, self._seen_by(queries, blocks), blocks, torch.float32)
         store.wait_for_copies()
@@ -185,9 +190,12 @@ class HostAttention:
         future = running[-1]
         return result
 
-    def attend_to_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> torch.Tensor:
+    def attend_to_chunk(
+        self, queries: Queries, chunk: HostBlocks, value_dim: int, dtype: torch.dtype
+    ) -> PartialAttention:
         """Attend to a sequence's first tokens as they came, in full precision, while the store quantizes them."""
-        return self._attend_to_blocks(queries, Blocks(*chunk.arrays(), chunk.num_entries, store.shape.value_dim))
+        blocks = Blocks(*chunk.arrays(), chunk.num_entries, value_dim)
+        return self._attend_many(queries, self._seen_by(queries, blocks), blocks, dtype)
 
     def _attend_to_blocks(self, queries: Queries, blocks: Blocks) -> torch.Tensor:
         """Attend with any number of queries on the CPU; the output has their type."""
@@ -246,6 +254,7 @@ class HostAttention:
             visible,
             bias,
             blocks.quantized,
+            queries.cap,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         return out.to(dtype), workspace
@@ -274,6 +283,7 @@ class HostAttention:
             seen.bias,
             blocks.quantized,
             self._memory,
+            queries.cap,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         return PartialAttention(out.to(dtype), lse)

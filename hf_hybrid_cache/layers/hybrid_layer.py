@@ -427,6 +427,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             IncompleteCacheError: something has ended a change of it, or of the cache, half-way.
         """
+        self._stores.attention.before_change()
         if self._lent is not None:
             self.take_edits()
         store = self._store

@@ -184,7 +184,9 @@ def attend_to_prompt(
         visible = visible if are_too_wide else None
     ends = (strided(each.transpose(1, 2)) for each in (query, out))
     sizes = case.tokens, key_dim, value_dim, scale
-    attend_many(*ends, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes, memory)
+    attend_many(
+        *ends, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes, memory, masks.get("cap")
+    )
     return out.transpose(1, 2).float().numpy(), lse
 
 

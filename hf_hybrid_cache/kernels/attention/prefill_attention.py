@@ -31,6 +31,7 @@ from .attention_call import (
     AttentionCall,
     Form,
     Scratch,
+    cap_tile,
     factor_of,
     mask_tile,
     merge_rows,
@@ -109,6 +110,9 @@ def _attend_block(element, block, head, first, padded, memory, address):
             score_pairs(query, stride, keys, inner // 2, scores)
         else:
             score(one, query, stride, keys, inner, scores, keys)
+        if call.cap:
+            cap_tile(scores, factor, address)
+            factor = one
         if latest_start > start or earliest_end < start + BLOCK or has_mask(address):
             mask_tile(head, first + row, start, ranges, scores, factor, address)
             factor = one

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..forms.blocks import PackedLayout, value_width
 from ..vector.code_tiles import MOST_BITS_OF_QUADS
+from ..vector.numbers_at import bits_of_double
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kernels
@@ -32,7 +33,7 @@ _PARTS_OF_A_THREAD = 4
 
 _OF_EACH_CALL = struct.Struct("@20qd6q")  # the fields up to `quantized_parts`; the factor is a float64
 _NOTHING = np.zeros(0, np.uint8), 0
-_SEEN, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("seen", "heads"))
+_SEEN, _CAP, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("seen", "cap", "heads"))
 
 
 class Shape(NamedTuple):
@@ -173,6 +174,7 @@ class _Calls:
         # What the description says. Writing it may be interrupted.
         self._works_at = 0
         self._is_masked = False
+        self._cap: float | None = None
         self._forms: tuple[Any, ...] = ()
 
     def _write(self, offset: int, *numbers: int) -> None:
@@ -205,6 +207,7 @@ class _Calls:
         seen: np.ndarray | None,
         visible: np.ndarray | None,
         bias: np.ndarray | None,
+        cap: float | None,
     ) -> None:
         """Write a call; `attend_many` describes the arguments."""
         first, num_blocks, of_codes = 0, 0, [0] * 4
@@ -217,11 +220,15 @@ class _Calls:
                 self._forms = ()
                 self._write(KEYS, *_form(forms[0], forms[2], 127), *_form(forms[1], forms[2], 255))
                 self._forms = forms
+        factor = scale * LOG2_E if cap is None else scale / cap
         _OF_EACH_CALL.pack_into(
             self._buffer, 0, keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], *of_codes,
-            *query, *out, lse, num_tokens, scale * LOG2_E, operand_is_bfloat16, rotated_is_bfloat16, first, num_blocks,
+            *query, *out, lse, num_tokens, factor, operand_is_bfloat16, rotated_is_bfloat16, first, num_blocks,
             parts, quantized_parts,
         )  # fmt: skip
+        if cap != self._cap:
+            self._write(_CAP, 0 if cap is None else bits_of_double(cap * LOG2_E))
+            self._cap = cap
         is_masked = seen is not None or visible is not None or bias is not None
         if is_masked or self._is_masked:
             self._is_masked = True
@@ -297,6 +304,7 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         quantized: QuantizedBlocks | None = None,
+        cap: float | None = None,
     ) -> None:
         """
         Attend to the first `num_tokens` tokens.
@@ -315,11 +323,14 @@ class Workspace:
             bias: float32, shaped as `visible` may be, added to the scaled scores.
             quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
                 gap.
+            cap: scores are `cap * tanh(scale * query @ keys.T / cap)` instead of the products, before a mask.
 
         Raises:
             MemoryError: the host has no memory to work in; the results are not whole.
         """
-        parts, quantized_parts = self._describe(query, keys, values, num_tokens, scale, visible, bias, quantized, out)
+        parts, quantized_parts = self._describe(
+            query, keys, values, num_tokens, scale, visible, bias, quantized, out, cap
+        )
         kind = keys.dtype, quantized_parts > 0
         if kind not in self._operations:
             self._operations[kind] = self._made_operations(*kind)
@@ -369,6 +380,7 @@ class Workspace:
         bias: np.ndarray | None,
         quantized: QuantizedBlocks | None,
         out: Strided,
+        cap: float | None = None,
     ) -> tuple[int, int]:
         """Write a call; return the number of its parts, and how many of them are of quantized blocks."""
         quantized_blocks = 0 if quantized is None else quantized.num_blocks
@@ -377,7 +389,7 @@ class Workspace:
         self._calls.work_in(self._memory, parts)
         self._calls.describe(
             query, out, self._lse, keys, values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False,
-            quantized, parts, quantized_parts, None, visible, bias,
+            quantized, parts, quantized_parts, None, visible, bias, cap,
         )  # fmt: skip
         return parts, quantized_parts
 
@@ -434,6 +446,7 @@ def attend_many(
     bias: np.ndarray | None = None,
     quantized: QuantizedBlocks | None = None,
     memory: WorkingMemory | None = None,
+    cap: float | None = None,
 ) -> None:
     """
     Attend to the first `num_tokens` tokens with any number of queries.
@@ -459,6 +472,7 @@ def attend_many(
         quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
             gap.
         memory: to work in, and other calls.
+        cap: of the scores, as in `Workspace.attend`.
 
     Raises:
         MemoryError: the host has no memory to work in; the results are not whole.
@@ -479,7 +493,7 @@ def attend_many(
     is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
     calls.describe(
         query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed, quantized,
-        -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
+        -(-rows // rows_at_once) * heads, 0, seen, visible, bias, cap,
     )  # fmt: skip
     attend_prefill(team.address, calls.address, keys.dtype.type(0))
 
