@@ -8,6 +8,7 @@ Any other operation on it gets the real states, so that every other implementati
 torch or transformers is patched.
 """
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -51,6 +52,17 @@ class LayerView:
         self.attention, self.chunk, self.shape = attention, chunk, store.shape
         self._store, self._version = store, store.version
         self._states: Pair | None = None
+        self._product: weakref.ref[Product] | None = None
+
+    def note(self, product: Product) -> None:
+        """Note the newest product of queries with the keys."""
+        self._product = weakref.ref(product)
+
+    def before_change(self) -> None:
+        """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
+        product = None if self._product is None else self._product()
+        if product is not None:
+            product.compute("output_attentions")
 
     @property
     def store(self) -> AnyStore:
@@ -249,7 +261,7 @@ def _scores(query: object, keys: object) -> Scores | None:
             return attention(queries, layer.store, layer.chunk).to(dtype)
 
     product = Product(attend)
-    attention.note_written(product)
+    layer.note(product)
     queries = Queries(query, heads // states.num_kv_heads, 1.0)
     return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.states(what))
 

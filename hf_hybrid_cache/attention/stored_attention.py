@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -27,7 +26,6 @@ from ..storage import (
 from .host_attention import HostAttention, has_kernel_for_many
 from .merging import PartialAttention, merged, merged_out
 from .queries import MadeOfMasks, Queries, folded, folded_mask, simplified, unfolded
-from .scores import Product
 from .sharded_attention import attend_to_shards
 from .torch_attention import attend_to_states
 
@@ -54,7 +52,6 @@ class StoredAttention:
         self._host = HostAttention(stats)
         self._prefix_masks, self._own_masks = MadeOfMasks(folded_mask), MadeOfMasks(_columns_of)
         self._simplified = MadeOfMasks(simplified)
-        self._written: weakref.ref[Product] | None = None
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
         twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
@@ -91,16 +88,6 @@ class StoredAttention:
     def simplified(self, mask: torch.Tensor) -> torch.Tensor | None:
         """Return a mask that is added to scores as one of the tokens that are seen, if it says no more."""
         return self._simplified.of(mask)
-
-    def note_written(self, product: Product) -> None:
-        """Note the newest attention that a model writes out."""
-        self._written = weakref.ref(product)
-
-    def before_change(self) -> None:
-        """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
-        product = None if self._written is None else self._written()
-        if product is not None:
-            product.compute("output_attentions")
 
     def prepare(self, element: np.dtype, is_quantized: bool) -> None:
         """Compile the kernel for blocks of `element`, and for quantized blocks, ahead of its first use."""
