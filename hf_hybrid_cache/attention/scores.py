@@ -28,12 +28,14 @@ class Written(NamedTuple):
     Attributes:
         queries: with the scale of the products, the cap, the mask and the sinks.
         has_sinks: the last column is that of the sinks, no token's.
+        are_shifted: the highest score of each query was subtracted, which changes no weight.
         are_weights: softmax was taken of them.
         are_highest: they are the highest score of each query.
     """
 
     queries: Queries
     has_sinks: bool = False
+    are_shifted: bool = False
     are_weights: bool = False
     are_highest: bool = False
 
@@ -45,7 +47,7 @@ class Written(NamedTuple):
     @property
     def are_products(self) -> bool:
         """Whether nothing was added to the products."""
-        return self.are_scores and self.queries.mask is None and self.queries.sinks is None
+        return self.are_scores and self.queries.mask is None and not (self.has_sinks or self.are_shifted)
 
     def says_the_same(self, other: "Written") -> bool:
         """Return whether two of the same product went the same way."""
@@ -211,9 +213,12 @@ def _added(func: Any, first: Any, second: Any) -> Scores | None:
         return None
     if torch.is_grad_enabled() and mask.requires_grad:
         return None
-    total = mask if queries.mask is None else queries.mask + mask
+    shaped = mask[(None,) * (4 - mask.dim())]
+    total = shaped if queries.mask is None else queries.mask + shaped
     result = torch.promote_types(scores.dtype, mask.dtype)
-    return _made(scores, lambda numbers: func(numbers, mask), Written(queries._replace(mask=total)), result)
+    return _made(
+        scores, lambda numbers: func(numbers, mask), written._replace(queries=queries._replace(mask=total)), result
+    )
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
@@ -222,7 +227,9 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
     scores, sinks = tensors
     written = scores.written
     is_column = isinstance(sinks, torch.Tensor) and tuple(sinks.shape) == (*scores.shape[:3], 1)
-    if written is None or not written.are_scores or written.has_sinks or not is_column or isinstance(sinks, Scores):
+    if written is None or not written.are_scores or written.has_sinks or written.are_shifted:
+        return None
+    if not is_column or isinstance(sinks, Scores):
         return None
     if torch.is_grad_enabled() and sinks.requires_grad:
         return None
@@ -258,7 +265,7 @@ def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
         return None
     if scores.product is not highest.product or not written.says_the_same(other):
         return None
-    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written)
+    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written._replace(are_shifted=True))
 
 
 def _softmax(
