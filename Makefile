@@ -18,8 +18,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECTION)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECTION) --simulate tests/accelerator
 
-# The same with all combinations, long contexts, whole experiments, and longer searches at random.
-test-all: SELECTION := --thorough
+# The same with all combinations, long contexts and whole experiments.
+test-all: SELECTION :=
 test-all: test test-quantized-models
 
 # Models that other libraries have quantized, with those that `make test` does not install.
@@ -41,9 +41,9 @@ test-newest: $(VENV)/.test
 		tests/cache/test_cache.py tests/cache/test_messages.py tests/models/test_every_architecture.py \
 		tests/operations/test_faults.py tests/files
 
-# The tests that search at random, for long: minutes instead of seconds.
+# The tests that search at random, fifty times as long.
 soak: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak --soak --soak-record=results/soak tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak --soak=results/soak tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,10 +1,10 @@
 """
 Settings of all test processes, options of the make targets, and which tests a run skips.
 
-    make test        `-m "not slow"`: every property once; searches at random are brief
-    .ci/run          that, and an eighth of the slow tests: `--slow-share=K/8` (see common/slow.py)
-    make test-all    `--thorough`: all tests, and longer searches
-    make soak        `--soak --soak-record=FOLDER`: searches for hours, and a record of what held (see common/soak.py)
+    make test        `-m "not slow"`: every property once, and short searches at random
+    .ci/run          that, and an eighth of the slow tests: `--slow=K/8` (see common/slow.py)
+    make test-all    all of them
+    make soak        `-m soak --soak=FOLDER`: long searches, and a record of what held (see common/soak.py)
 """
 
 import gc
@@ -54,10 +54,6 @@ interpreted.load()
 
 _STARTED = time.monotonic()
 
-# The same examples every time, or other ones each time; what fails then says how to repeat it.
-hypothesis.settings.register_profile("brief", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
-
 
 @pytest.fixture
 def exact_kernels() -> Iterator[None]:
@@ -76,34 +72,34 @@ def torch_attends() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="let tests that search at random search longer")
-    parser.addoption(
-        "--slow-share", metavar="K/N", help="of slow tests only every n-th, the k-th of them, and no combinations"
-    )
-    parser.addoption("--soak", action="store_true", help="let tests that search at random search for very long")
-    parser.addoption("--soak-record", type=Path, metavar="FOLDER", help="write what was done there")
+    parser.addoption("--slow", metavar="K/N", help="of slow tests only every n-th, from the k-th on")
+    parser.addoption("--soak", type=Path, metavar="FOLDER", help="search at random for long; write there what was done")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
-    # They may slow down steps of processes that have more; tests/cache/test_slow_steps.py tests the warning.
-    config.addinivalue_line("filterwarnings", "ignore:Decode steps take:UserWarning")
-    is_soaking = config.getoption("--soak")
-    soak.set_effort("soak" if is_soaking else "thorough" if config.getoption("--thorough") else "brief")
-    hypothesis.settings.load_profile("soak" if is_soaking else "brief")
+    # Programs that tests start would inherit what nohup, or the background of a script, ignores.
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    is_soaking = config.getoption("--soak") is not None
+    if is_soaking:
+        soak.begin()
+    # The same examples every time, but in a soak; what fails then says how to repeat it.
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=not is_soaking, print_blob=is_soaking)
+    hypothesis.settings.load_profile("tests")
     # By default collections take a twentieth of the run, and more while modules are imported.
     gc.set_threshold(100_000)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow.mark_all_but_covering(items)
-    share = config.getoption("--slow-share")
-    if share is not None:
-        left_out = set(slow.slow_ones_outside_of(share, items))
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    slow.mark_all_but_default(items)
+    part = config.getoption("--slow")
+    if part is not None:
+        items[:], left_out = slow.part_of_slow(part, items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -133,7 +129,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """At the end of all test processes."""
-    folder = config.getoption("--soak-record")
+    folder = config.getoption("--soak")
     if folder is None:
         return
     # Takes seconds, which every test process would spend.

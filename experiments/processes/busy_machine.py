@@ -13,7 +13,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -105,7 +104,6 @@ def cells_of(samples: Samples) -> list[Cell]:
 
 def answers(model_name: str, context: int) -> Iterator[Any]:
     """Yield the numbers of threads, and, told a number of steps, seconds of so many of each decoder."""
-    warnings.filterwarnings("ignore", "Decode steps take")  # slow steps are what is measured
     model, _ = load(model_name, DTYPE, "cpu")
     quantized = copy.deepcopy(model)
     quantize_weights(quantized, 4)

@@ -1,7 +1,7 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
 from .handles import LayerView, StaleHandleError, handles_of, observed
-from .host_attention import MAX_QUERIES, blocks_of, compile_kernels
+from .host_attention import MAX_QUERIES, blocks_of, compile_kernels, place_of
 from .quantized_attention import QuantizedAttention, has_quantized_kernel
 from .stored_attention import StoredAttention
 
@@ -16,4 +16,5 @@ __all__ = [
     "handles_of",
     "has_quantized_kernel",
     "observed",
+    "place_of",
 ]

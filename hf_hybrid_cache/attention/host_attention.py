@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from ..codecs import folded_codecs
 from ..kernels import (
     QuantizedBlocks,
     Shape,
+    StoredBlocks,
     Strided,
     WorkingMemory,
     Workspace,
@@ -90,16 +91,6 @@ class KernelThread:
         return self._executor.submit(run)
 
 
-class Blocks(NamedTuple):
-    """Tokens in host memory as kernels read them, see `Workspace.attend`."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    num_tokens: int
-    value_dim: int
-    quantized: QuantizedBlocks | None = None
-
-
 class HostAttention:
     """
     Attention to tokens in host memory, for all layers of a cache, with the memory that the kernels work in.
@@ -117,7 +108,7 @@ class HostAttention:
         """Give back the memory that the kernels work in."""
         self._memory = WorkingMemory()
         # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
-        self._workspaces: OrderedDict[Shape, Workspace] = OrderedDict()
+        self._workspaces: dict[Shape, Workspace] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +120,7 @@ class HostAttention:
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
         if query.is_cpu and (are_few or _takes_kernel(queries, store.shape)):
-            return self._attend_to_blocks(queries, blocks_of(store))
+            return self._attend_to(queries, blocks_of(store), query.dtype)[0]
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
         store.wait_for_copies()
@@ -145,11 +136,9 @@ class HostAttention:
         attended to elsewhere: the last ones, or the last ones that are quantized.
         """
         query = queries.states
-        if query.shape[2] <= MAX_QUERIES and not queries.are_causal:
-            return self._attend_few(queries, self._arrays_of(queries), blocks_of(store, num_elsewhere))
-        if query.is_cpu and _takes_kernel(queries, store.shape):
-            blocks = blocks_of(store)
-            return self._attend_many(queries, self._seen_by(queries, blocks), blocks, torch.float32)
+        are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
+        if are_few or (query.is_cpu and _takes_kernel(queries, store.shape)):
+            return self._partial(queries, blocks_of(store, num_elsewhere))
         store.wait_for_copies()
         return attend_in_pieces(queries, store, first_of_chunk)
 
@@ -190,146 +179,132 @@ class HostAttention:
         future = running[-1]
         return result
 
-    def attend_to_chunk(
-        self, queries: Queries, chunk: HostBlocks, value_dim: int, dtype: torch.dtype
-    ) -> PartialAttention:
+    def attend_to_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> torch.Tensor:
         """Attend to a sequence's first tokens as they came, in full precision, while the store quantizes them."""
-        blocks = Blocks(*chunk.arrays(), chunk.num_entries, value_dim)
-        return self._attend_many(queries, self._seen_by(queries, blocks), blocks, dtype)
+        return self._attend_to(queries, _blocks_of_chunk(store, chunk), queries.states.dtype)[0]
 
-    def _attend_to_blocks(self, queries: Queries, blocks: Blocks) -> torch.Tensor:
-        """Attend with any number of queries on the CPU; the output has their type."""
-        query = queries.states
-        if query.shape[2] > MAX_QUERIES or queries.are_causal:
-            return self._attend_many(queries, self._seen_by(queries, blocks), blocks, query.dtype).out
-        return self._attend_in(queries, self._arrays_of(queries), blocks, query.dtype)[0]
+    def partial_of_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> PartialAttention:
+        """Do the same, with the log-sum-exp."""
+        return self._partial(queries, _blocks_of_chunk(store, chunk))
 
     def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
         query = queries.states
         on_host = queries._replace(states=query.to("cpu", non_blocking=can_page_lock(query.device.type)))
-        copied, arrays = Issued(query.device), self._arrays_of(queries)
+        copied, mask = Issued(query.device), None if queries.mask is None else self._arrays_of(queries.mask)
 
         def run() -> PartialAttention:
             copied.wait()
-            return self._attend_few(on_host, arrays, blocks_of(store, num_elsewhere))
+            return self._partial(on_host, blocks_of(store, num_elsewhere), mask)
 
         return run
 
-    def _arrays_of(self, queries: Queries) -> MaskArrays:
-        mask = queries.mask
-        return (None, None) if mask is None else mask_arrays(mask) if is_array(mask) else self._masks.of(mask)
+    def _partial(self, queries: Queries, blocks: StoredBlocks, mask: MaskArrays | None = None) -> PartialAttention:
+        """Attend like `_attend_to`, with a result that stays."""
+        out, lse = self._attend_to(queries, blocks, torch.float32, mask)
+        return PartialAttention(out, torch.tensor(lse))
 
-    def _seen_by(self, queries: Queries, blocks: Blocks) -> SeenTokens:
-        if queries.are_causal:
-            return causal_tokens(queries.states.shape[2], blocks.num_tokens)
-        if queries.mask is None:
-            return SeenTokens(np.array([[[[0, blocks.num_tokens]]]]))
-        ranges, are_too_wide = self._ranges.of(queries.mask)
-        return SeenTokens(ranges, *self._arrays_of(queries)) if are_too_wide else SeenTokens(ranges)
+    def _attend_to(
+        self, queries: Queries, blocks: StoredBlocks, dtype: torch.dtype, mask: MaskArrays | None = None
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """
+        Attend on the CPU, with a mask that is an array already, or with that of the queries.
 
-    def _attend_few(self, queries: Queries, mask: MaskArrays, blocks: Blocks) -> PartialAttention:
-        """Attend with at most `MAX_QUERIES` of a head on the CPU."""
-        out, workspace = self._attend_in(queries, mask, blocks, torch.float32)
-        return PartialAttention(out, torch.tensor(workspace.lse))
-
-    def _attend_in(
-        self, queries: Queries, mask: MaskArrays, blocks: Blocks, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Workspace]:
-        """Do the same; the output has `dtype`, float32 or the query's, and the lse is in the workspace."""
-        query, group, scale = queries.states, queries.group, queries.scale
-        batch, query_heads, length, head_dim = query.shape
-        workspace = self._workspace(Shape(batch, query_heads // group, group, length, head_dim, blocks.value_dim))
-        visible, bias = mask
-        query = _as_read(query)
-        out = torch.empty(batch, query_heads, length, blocks.value_dim, dtype=_written(dtype))
-        start = time.perf_counter()
-        workspace.attend(
-            _strided(query),
-            _strided(out),
-            blocks.keys,
-            blocks.values,
-            blocks.num_tokens,
-            head_dim**-0.5 if scale is None else scale,
-            visible,
-            bias,
-            blocks.quantized,
-            queries.cap,
-        )
-        self._stats.kernel_seconds += time.perf_counter() - start
-        return out.to(dtype), workspace
-
-    def _attend_many(self, queries: Queries, seen: SeenTokens, blocks: Blocks, dtype: torch.dtype) -> PartialAttention:
-        """Attend with any number of queries on the CPU; the output has `dtype`, float32 or the query's."""
-        query, scale = queries.states, queries.scale
-        batch, query_heads, length, head_dim = query.shape
-        query = _as_read(query)
+        Returns:
+            The output, of `dtype`, float32 or the query's, and the log-sum-exp, which the next call overwrites.
+        """
+        query, group, scale, hides, are_causal, cap, _ = queries
+        batch, heads, length, head_dim = query.shape
+        value_dim, of_kernel = blocks.value_dim, dtype if dtype == torch.bfloat16 else torch.float32
+        if query.dtype not in (torch.bfloat16, torch.float32):
+            query = query.float()
+        if query.stride(3) != 1:
+            query = query.contiguous()
         # In memory a token follows the other, as transformers wants it next.
-        out = torch.empty(batch, length, query_heads, blocks.value_dim, dtype=_written(dtype)).transpose(1, 2)
-        lse = torch.empty(batch, query_heads, length)
-        start = time.perf_counter()
-        attend_many(
-            _strided(query),
-            _strided(out),
-            lse.numpy(),
-            blocks.keys,
-            blocks.values,
-            blocks.num_tokens,
-            head_dim,
-            blocks.value_dim,
-            head_dim**-0.5 if scale is None else scale,
-            seen.ranges,
-            seen.visible,
-            seen.bias,
-            blocks.quantized,
-            self._memory,
-            queries.cap,
-        )
+        strides = length * heads * value_dim, value_dim, heads * value_dim, 1
+        out = torch.empty_strided((batch, heads, length, value_dim), strides, dtype=of_kernel)
+        ends, scale = (_strided(query), _strided(out)), head_dim**-0.5 if scale is None else scale
+        if length <= MAX_QUERIES and not are_causal:
+            if mask is None and hides is not None:
+                mask = self._arrays_of(hides)
+            shape = Shape(batch, heads // group, group, length, head_dim, value_dim)
+            workspace = self._workspaces.get(shape) or self._new_workspace(shape)
+            lse, start = workspace.lse, time.perf_counter()
+            workspace.attend(*ends, blocks, scale, *(mask or (None, None)), cap)
+        else:
+            seen, lse = self._seen_by(queries, blocks.num_tokens), np.empty((batch, heads, length), np.float32)
+            start = time.perf_counter()
+            attend_many(*ends, lse, blocks, scale, seen.ranges, seen.visible, seen.bias, self._memory, cap)
         self._stats.kernel_seconds += time.perf_counter() - start
-        return PartialAttention(out.to(dtype), lse)
+        return out.to(dtype), lse
 
-    def _workspace(self, shape: Shape) -> Workspace:
-        if shape not in self._workspaces:
-            self._workspaces[shape] = Workspace(shape, self._memory)
-            if len(self._workspaces) > _MAX_WORKSPACES:
-                self._workspaces.popitem(last=False)
-        self._workspaces.move_to_end(shape)
+    def _arrays_of(self, mask: torch.Tensor) -> MaskArrays:
+        return mask_arrays(mask) if is_array(mask) else self._masks.of(mask)
+
+    def _seen_by(self, queries: Queries, num_tokens: int) -> SeenTokens:
+        if queries.are_causal:
+            return causal_tokens(queries.states.shape[2], num_tokens)
+        if queries.mask is None:
+            return SeenTokens(np.array([[[[0, num_tokens]]]]))
+        ranges, are_too_wide = self._ranges.of(queries.mask)
+        return SeenTokens(ranges, *self._arrays_of(queries.mask)) if are_too_wide else SeenTokens(ranges)
+
+    def _new_workspace(self, shape: Shape) -> Workspace:
+        if len(self._workspaces) == _MAX_WORKSPACES:
+            self._workspaces.pop(next(iter(self._workspaces)))
+        self._workspaces[shape] = Workspace(shape, self._memory)
         return self._workspaces[shape]
 
 
-def blocks_of(store: Store, num_elsewhere: int = 0) -> Blocks:
-    """Return the tokens of a store in host memory, once all are there, without some that are attended to elsewhere."""
+def _blocks_of_chunk(store: Store, chunk: HostBlocks) -> StoredBlocks:
+    """Return a record of a store's first tokens as they came."""
+    blocks = StoredBlocks()
+    blocks.write(*chunk.arrays(), store.shape.num_kv_heads, store.shape.value_dim)
+    blocks.count(chunk.num_entries)
+    return blocks
+
+
+def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
+    """
+    Return the record of a store's tokens in host memory, once all are there.
+
+    It is written again if they are elsewhere or in another form than before; their number is written last.
+
+    Args:
+        store: that has them.
+        num_elsewhere: tokens to leave out, because they are attended to elsewhere.
+    """
     store.wait_until_stored()
+    place, blocks = place_of(store, num_elsewhere), store.blocks
+    if blocks is None:
+        blocks = store.blocks = StoredBlocks()
+    if blocks.place != place:
+        dense, packed, shape, quantized = store.dense, store.packed, store.shape, None
+        assert isinstance(dense, HostBlocks)
+        if isinstance(packed, HostBlocks) and place[2:]:
+            assert store.codec is not None
+            keys, values = folded_codecs(store.codec)
+            quantized = QuantizedBlocks(
+                *packed.arrays(),
+                store.sink_tokens // GRANULE,
+                packed.num_entries - num_elsewhere // GRANULE,
+                keys.layout(shape.key_dim),
+                values.layout(shape.value_dim),
+                None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,
+                None if values.channel_scaling is None else values.channel_scaling.inverse_array,
+            )
+        blocks.write(*dense.arrays(), shape.num_kv_heads, shape.value_dim, quantized, place)
+    blocks.count(store.middle_tokens - num_elsewhere)
+    return blocks
+
+
+def place_of(store: Store, num_elsewhere: int = 0) -> tuple[object, ...]:
+    """Return what is equal while tokens of a store are where they were, as many of them quantized; see `blocks_of`."""
     dense, packed = store.dense, store.packed
-    assert isinstance(dense, HostBlocks)
-    num_blocks = 0 if packed is None else packed.num_entries - num_elsewhere // GRANULE
-    quantized = None
-    if num_blocks:
-        assert isinstance(packed, HostBlocks)
-        assert store.codec is not None
-        keys, values = folded_codecs(store.codec)
-        quantized = QuantizedBlocks(
-            *packed.arrays(),
-            store.sink_tokens // GRANULE,
-            num_blocks,
-            keys.layout(store.shape.key_dim),
-            values.layout(store.shape.value_dim),
-            None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,
-            None if values.channel_scaling is None else values.channel_scaling.inverse_array,
-        )
-    num_tokens = store.middle_tokens - num_elsewhere
-    return Blocks(*dense.arrays(), num_tokens, store.shape.value_dim, quantized)
-
-
-def _as_read(query: torch.Tensor) -> torch.Tensor:
-    """Return a query as the kernels read it: bfloat16 or float32, with contiguous rows."""
-    query = query if query.dtype == torch.bfloat16 else query.float()
-    return query if query.stride(3) == 1 else query.contiguous()
-
-
-def _written(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which the kernels write an output that is to have `dtype`."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
+    place = ref(dense.keys.held), ref(dense.values.held)
+    if packed is None or not (num_blocks := packed.num_entries - num_elsewhere // GRANULE):
+        return place
+    return *place, ref(packed.keys.held), ref(packed.values.held), store.codec, num_blocks
 
 
 def _strided(states: torch.Tensor) -> Strided:

@@ -111,7 +111,7 @@ class StoredAttention:
             store.observe(query)
         if queries.sinks is None and _is_in_one_place(store):
             if chunk is not None:
-                return self._host.attend_to_chunk(queries, chunk, store.shape.value_dim, query.dtype).out
+                return self._host.attend_to_chunk(queries, store, chunk)
             return self._host.attend(queries, store)
         running: list[Future] = []
         try:
@@ -130,7 +130,8 @@ class StoredAttention:
     def _parts(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None, running: list[Future]) -> list[_Part]:
         """List the parts of a layer; all processes of a group are one."""
         if chunk is not None:
-            return [partial(self._host.attend_to_chunk, queries, chunk, store.shape.value_dim, torch.float32)]
+            assert isinstance(store, Store)
+            return [partial(self._host.partial_of_chunk, queries, store, chunk)]
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if queries.mask is None else self._own_masks.of(queries.mask, store.shard)
             return [partial(attend_to_shards, queries._replace(mask=own), store, self._host)]

@@ -1,32 +1,17 @@
-"""The contents of a cache: its layers, the memory that they take, and advice where memory does not suffice."""
+"""The contents of a cache: its layers, and the memory that they take."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..codecs import minmax
-from ..layers import HOST, HybridLayer, LayerCost, LayerStores, Placement, move_tensors_of, tensors_of
-from ..storage import (
-    HostMemoryError,
-    InitialCapacity,
-    KVCodec,
-    KVShape,
-    address_space_is_limited,
-    available_host_bytes,
-    require_host_bytes,
-)
+from ..layers import HybridLayer, LayerStores, move_tensors_of, tensors_of
+from ..storage import require_host_bytes
 from .checkpoints import Checkpoint
-
-_META = torch.device("meta")
-# The share of the free memory that a cache can use. Allocators and a prompt's chunks need the rest. Under a limit on
-# the address space buffers are copied to grow, which leaves holes.
-_USABLE, _USABLE_WITH_COPIES = 7 / 8, 1 / 2
 
 
 @dataclass(frozen=True)
@@ -158,14 +143,7 @@ class Contents:
         """
         copied = [layer for layer in self.layers if not (are_shared and getattr(layer, "shares_copies", False))]
         sizes = [num_bytes for device, num_bytes in self._buffers(copied) if device.type == "cpu"]
-        try:
-            require_host_bytes((number - 1) * sum(sizes) + max(sizes, default=0), purpose)
-        except HostMemoryError as error:
-            raise self.advised(error, self.num_tokens, batch=number * self._a_shape().batch) from None
-
-    def _a_shape(self) -> KVShape:
-        """Return the shape of the states in the first of our layers that holds some."""
-        return next(layer.store.shape for layer in self.ours if layer.store is not None)
+        require_host_bytes((number - 1) * sum(sizes) + max(sizes, default=0), purpose)
 
     def _buffers(self, layers: Iterable[object]) -> Iterator[tuple[torch.device, int]]:
         """Yield device and bytes of each buffer of these layers, and of each that layers share."""
@@ -198,41 +176,10 @@ class Contents:
         try:
             for layer, held_on, _ in before:
                 _move(layer, device or held_on, dtype)
-        except BaseException as error:
+        except BaseException:
             for each in before:
                 _move(*each)
-            if isinstance(error, HostMemoryError):
-                changes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
-                if device is not None:
-                    changes["device"] = device
-                raise self.advised(error, self.num_tokens, **changes) from None
             raise
-
-    def advised(
-        self, error: HostMemoryError, num_tokens: int, shape: KVShape | None = None, **changes: Any
-    ) -> HostMemoryError:
-        """
-        Return the error with advice on caches that would fit `num_tokens`.
-
-        `shape` is that of the states of layers that hold none yet, or `None` for that of another layer. `changes` of
-        the shapes made them too much.
-        """
-        stores = self.stores
-        if stores.peers is not None:
-            return HostMemoryError(
-                f"{error} These are of one of {stores.peers.size} shares: more processes, or fewer bits, make it "
-                "smaller."
-            )
-        shape = shape or self._a_shape()
-        shapes = {
-            layer.layer_idx: (shape if layer.store is None else layer.store.shape)._replace(**changes)
-            for layer in self.ours
-        }
-        placement = replace(stores.placement, cpu_decode=False) if stores.attention.is_declined else stores.placement
-        held = 0 if changes else min(layer.get_seq_length() for layer in self.ours)
-        host_bytes = available_host_bytes() + self.measured().host_bytes
-        advice = _advice(placement, stores.codecs, shapes, num_tokens, held, host_bytes)
-        return HostMemoryError(f"{error} {advice}".rstrip())
 
 
 def _place_of(layer: object) -> tuple[torch.device, torch.dtype] | None:
@@ -247,58 +194,3 @@ def _move(layer: object, device: torch.device, dtype: torch.dtype | None) -> Non
         layer.to(device, dtype)
     else:
         move_tensors_of(layer, device, dtype)
-
-
-def _advice(
-    placement: Placement,
-    codecs: Mapping[int, KVCodec],
-    shapes: Mapping[int, KVShape],
-    num_tokens: int,
-    least_tokens: int,
-    host_bytes: int,
-) -> str:
-    """Say how many tokens fit, from `least_tokens` on, and which quantized cache with the most bits would hold all."""
-    usable = (_USABLE_WITH_COPIES if address_space_is_limited() else _USABLE) * host_bytes
-
-    def does_not_fit(tokens: int) -> bool:
-        return _host_bytes(placement, codecs, shapes, tokens) > usable
-
-    fitting = least_tokens + bisect_left(range(least_tokens + 1, num_tokens), True, key=does_not_fit)
-    sentences = [f"At least {fitting:,} tokens fit as it is."] if fitting else []
-    placement = replace(placement, resident_layers=0, pin_memory=None)
-    options = ["offload=True"] if placement.offload else []
-    if placement.cpu_layers:
-        options.append(f"cpu_decode={sorted(placement.cpu_layers)}")
-    elif placement.adapts:
-        options.append('cpu_decode="auto"')
-    elif placement.cpu_decode is not None:
-        options.append(f"cpu_decode={placement.cpu_decode}")
-    for bits in (8, 4, (4, 2), 2):
-        codec = minmax(bits)
-        if codec in codecs.values():
-            continue
-        need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
-        if need <= usable:
-            cache = f"QuantizedHybridCache({', '.join(['config', f'bits={bits}', *options])})"
-            if placement.cpu_layers:
-                cache = f"HybridCache(config, Placement({', '.join(options)}), codec=minmax({bits}))"
-            sentences.append(f"{cache} would hold {num_tokens:,} in {need / 2**30:.2f} GiB.")
-            break
-    return " ".join(sentences)
-
-
-def _host_bytes(
-    placement: Placement, codecs: Mapping[int, KVCodec], shapes: Mapping[int, KVShape], num_tokens: int
-) -> int:
-    """Return the most host memory that a cache needs while all layers grow to `num_tokens`."""
-    stores = LayerStores(placement, InitialCapacity(), len(shapes), codecs)
-    kept = shared = moved = 0
-    for index, shape in shapes.items():
-        on_cpu = shape.device == HOST
-        planned = shape if on_cpu else shape._replace(device=_META)
-        layer = LayerCost.of(stores, index, planned, len(shapes), [1, num_tokens])
-        kept += layer.kept[HOST.type]
-        shared = max(shared, layer.shared_prefill * on_cpu)
-        # One layer may be unpacked from its blocks while its buffers are copied to larger ones.
-        moved = max(moved, layer.copied + layer.kept[HOST.type])
-    return kept + shared + moved

@@ -24,7 +24,7 @@ from ..layers import (
     num_sequences_of,
 )
 from ..processes import Peers
-from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
+from ..storage import CacheStats, HostMemoryError, KVCodec
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoints import Checkpoint, kinds_in_the_way, num_sequences
 from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
@@ -32,7 +32,6 @@ from .contents import Contents, MemoryReport
 from .files import conversion, require_fit, save
 from .forward_passes import ForwardPasses
 from .prompts import Prompts
-from .slow_steps import SlowSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,11 +75,9 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             raise ValueError("offloading=True is of transformers' own caches: use OffloadedHybridCache(config).")
         peers = None if group is None else Peers(group)
         self._contents = new_contents(config, placement, max_length, codec, peers)
-        self._stores, ours = self._contents.stores, self._contents.ours
-        self._first, self._last = (ours[0].layer_idx, ours[-1].layer_idx) if ours else (-1, -1)
+        self._stores = self._contents.stores
         self._passes = ForwardPasses(self._contents)
         self._prompts = Prompts(self._contents, self._passes)
-        self._steps = SlowSteps()
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
         Cache.__init__(self, layers=self._contents.layers)
 
@@ -94,7 +91,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         Where one sequence is stored, and states of several come, all of them continue it.
 
         Raises:
-            HostMemoryError: host memory would not suffice; the message says what would fit.
+            HostMemoryError: host memory would not suffice.
             IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
             ValueError: the cache is for a model with fewer layers.
         """
@@ -103,11 +100,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         is_ours, batch, num_tokens = isinstance(layer, HybridLayer), key_states.shape[0], layer.get_seq_length()
         if not num_tokens:
             self._passes.require_reached(layer_idx)
-        if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
-            if layer_idx == self._first:
-                self._steps.begin(num_tokens, batch)
-            else:
-                self._steps.end()
         if not is_ours:
             follow(layer, key_states.device)
         if batch > 1 and (layer.batch if is_ours else batch_of(layer)) == 1:
@@ -117,8 +109,11 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
-            wanted = max(num_tokens + key_states.shape[2], self._stores.capacity.device_tokens)
-            raise self._contents.advised(error, wanted, KVShape.of(key_states, value_states)) from None
+            if (peers := self._stores.peers) is None:
+                raise
+            raise HostMemoryError(
+                f"{error} These are of one of {peers.size} shares: more processes, or fewer bits, make it smaller."
+            ) from None
         if self._prompts.are_asked_about:
             self._prompts.note_stored()
         return states

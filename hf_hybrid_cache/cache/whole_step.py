@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..attention import blocks_of, place_of
 from ..layers import HybridLayer
 from ..storage import Store, mean_squares
 from .hybrid_cache import HybridCache
@@ -26,6 +27,7 @@ class WholeSteps:
         indices: of the layers of the model.
 
     Attributes:
+        blocks: the records of the layers' tokens, to which a step adds the next one.
         num_left: how many steps may follow now; 0 if a layer has something else to do first.
         why_none: the reason why not, or an empty string.
 
@@ -50,9 +52,9 @@ class WholeSteps:
         else:
             self.num_left = min(store.make_place() for store in stores)
             self.why_none = "" if self.num_left else "a layer of the cache packs a block"
+        self.blocks = [blocks_of(store) for store in stores] if self.num_left else []
         self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
-        self._places = [[weakref.ref(each) for each in store.place] for store in stores]
-        self._note_versions(stores)
+        self._places, self._versions = [each.place for each in self.blocks], [store.version for store in stores]
 
     @property
     def stores(self) -> list[Store]:
@@ -77,11 +79,11 @@ class WholeSteps:
             layer, store = layer_of(), store_of()
             if layer is None or store is None or store.version != version or not layer.still_has(store):
                 return False
-            if any(now is not then() for now, then in zip(store.place, place, strict=True)):
+            if place_of(store) != place:
                 return False
         return True
 
-    def begin(self, batch: int) -> None:
+    def begin(self) -> None:
         """
         Note that a step begins, as the cache does when a forward pass comes to its first layer.
 
@@ -92,7 +94,13 @@ class WholeSteps:
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
         cache._passes.note_access(self._indices[0], "keys and values")
         cache._stores.note_pass(0)
-        cache._steps.begin(self.num_tokens, batch)
+        self.count_next()
+
+    def count_next(self) -> None:
+        """Count the token to come in the records; the stores count it once it is written."""
+        num_tokens = self.num_tokens + 1
+        for blocks in self.blocks:
+            blocks.count(num_tokens)
 
     def end(self, queries: torch.Tensor) -> None:
         """Count the token that is written to all layers; `[layers, batch, heads, 1, head_dim]` have attended to it."""
@@ -106,7 +114,6 @@ class WholeSteps:
                 store.forget_uncounted()
             raise
         cache._passes.note_access(self._indices[-1], "keys and values")
-        cache._steps.end()
         if cache._prompts.are_asked_about:
             cache._prompts.note_stored()
         if any(store.wants_queries for store in stores):
@@ -114,7 +121,4 @@ class WholeSteps:
             for store, each in zip(stores, squares, strict=True):
                 store.observe_squares(each)
         self.num_left -= 1
-        self._note_versions(stores)
-
-    def _note_versions(self, stores: list[Store]) -> None:
         self._versions = [store.version for store in stores]

@@ -7,10 +7,10 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from .chat import MOST_TOGETHER, Chat, OpenAnswerError, Turn
     from .choosing import not_followed
-    from .generating import Answer, FinishReason, Generator, Rows
+    from .generating import Answer, FinishReason, Generation, Generator
     from .prompts import Asked, ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
     from .settings import DEFAULT_BITS, AnswerSettings, SettingError
-    from .states import CACHES, States, cache_maker, can_answer_together, is_out_of_memory
+    from .tracked_cache import CACHES, TrackedCache, cache_maker, can_answer_together, is_out_of_memory
 
 __all__ = [
     "CACHES",
@@ -24,12 +24,12 @@ __all__ = [
     "DocumentPart",
     "DocumentPrompt",
     "FinishReason",
+    "Generation",
     "Generator",
     "OpenAnswerError",
     "PromptError",
-    "Rows",
     "SettingError",
-    "States",
+    "TrackedCache",
     "Turn",
     "cache_maker",
     "can_answer_together",
@@ -43,9 +43,9 @@ __getattr__ = lazy_names(
     {
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
         "choosing": ("not_followed",),
-        "generating": ("Answer", "FinishReason", "Generator", "Rows"),
+        "generating": ("Answer", "FinishReason", "Generation", "Generator"),
         "prompts": ("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
-        "states": ("CACHES", "States", "cache_maker", "can_answer_together", "is_out_of_memory"),
+        "tracked_cache": ("CACHES", "TrackedCache", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },
 )

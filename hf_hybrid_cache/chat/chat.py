@@ -19,10 +19,10 @@ from ..documents import Documents, read_documents
 from ..errors import HybridCacheError
 from ..prefix_store import PrefixStore, Reuse, StoredPrompt
 from ..token_ids import num_common
-from .generating import Answer, Generator, Rows
+from .generating import Answer, Generation, Generator
 from .prompts import Asked, ChatTemplate, DocumentPrompt, PromptError, context_length
 from .settings import DEFAULT_BITS, AnswerSettings
-from .states import States, cache_maker, can_answer_together, is_out_of_memory
+from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_out_of_memory
 
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32
@@ -74,6 +74,7 @@ class Chat:
 
     Attributes:
         turns: the questions that were asked, and their answers.
+        token_ids: the tokens of the documents, questions and answers; the cache may lack the last ones.
         document: the tokens of the documents, and how many of each are read.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
@@ -114,7 +115,6 @@ class Chat:
     ):
         self.settings = settings or AnswerSettings()
         self.context = context_length(model)
-        self.turns: list[Turn] = []
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
         self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
@@ -129,10 +129,11 @@ class Chat:
             name = cache or ("dynamic" if bits is None else "quantized")
             given = cache_maker(name, model, bits, cpu_decode)
             self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
-        self._states = States(model, given, progress)
+        self._held = TrackedCache(model, given, progress)
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
         self.document = self._fitting(self.documents, context, leave)
         self._has_document = self.documents is not None
+        self._go_on_from([])
         self._is_open = False
         self._title: str | None = None
         self._stored_id: str | None = None
@@ -176,11 +177,12 @@ class Chat:
             )
         form: dict[str, Any] = {name: details.get(name) for name in ("system", "cache", "bits")}
         chat = cls(model, tokenizer, store=store, details=details, **(form | options))
-        chat._states.resume(store, stored)
+        chat._held.resume(store, stored)
         token_ids = stored.token_ids.tolist()
         chat.document = DocumentPrompt(token_ids[: stored.document_tokens])
         chat._has_document, chat.turns = talk["has_document"], [Turn(*turn) for turn in talk["turns"]]
         chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, token_ids
+        chat.token_ids = token_ids
         return chat
 
     def __repr__(self) -> str:
@@ -189,21 +191,12 @@ class Chat:
     @property
     def cache(self) -> Cache:
         """The cache, which holds the first of the tokens."""
-        return self._states.cache
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the documents, questions and answers; the cache may lack the last ones."""
-        if not self.turns:
-            return list(self.document.token_ids)
-        *before, last = self.turns
-        return [*self._prompt(before, last.question), *last.token_ids]
+        return self._held.cache
 
     @property
     def num_missing(self) -> int:
         """The tokens that the cache lacks, which are read before the next answer; after an answer it lacks the last."""
-        token_ids = self.token_ids
-        return len(token_ids) - num_common(self._states.token_ids, token_ids)
+        return len(self.token_ids) - num_common(self._held.token_ids, self.token_ids)
 
     @property
     def num_free(self) -> int:
@@ -230,6 +223,7 @@ class Chat:
             )
         self._template = template
         self.document = replace(self.document, token_ids=[*new, *document[len(old) :]])
+        self._go_on_from(self.turns)
 
     def read(self) -> float:
         """
@@ -321,12 +315,16 @@ class Chat:
     def undo(self) -> str | None:
         """Take back the last question and its answer; return the question, or `None` if nothing was asked."""
         self._require_closed()
-        return self.turns.pop().question if self.turns else None
+        if not self.turns:
+            return None
+        *before, last = self.turns
+        self._go_on_from(before)
+        return last.question
 
     def forget(self) -> None:
         """Take back all questions and answers."""
         self._require_closed()
-        self.turns.clear()
+        self._go_on_from([])
 
     def keep(self) -> None:
         """
@@ -403,6 +401,13 @@ class Chat:
         texts = [text for turn in turns for text in (turn.question, turn.answer)]
         return self._template.conversation([*texts, question], self.document.token_ids if self._has_document else None)
 
+    def _go_on_from(self, turns: list[Turn]) -> None:
+        """Have these turns alone, and their tokens."""
+        self.turns, self.token_ids = turns, self.document.token_ids
+        if turns:
+            *before, last = turns
+            self.token_ids = [*self._prompt(before, last.question), *last.token_ids]
+
     def _asked(self, question: str) -> Asked:
         """Return a question with its tokens; see `require_room`."""
         return Asked.of(question, self._prompt(self.turns, question), self.context)
@@ -410,76 +415,55 @@ class Chat:
     def _read(self, token_ids: list[int]) -> None:
         """Let the cache hold these tokens; if it lacks the last one alone, that is read with the next ones."""
         document = self.document.token_ids
-        if num_common(self._states.token_ids, document) < len(document) == num_common(token_ids, document):
-            with self._states.whole_afterwards():
-                self._read_document(document)
-        held = num_common(self._states.token_ids, token_ids)
+        if num_common(self._held.token_ids, document) < len(document) == num_common(token_ids, document):
+            title = self._title or _title(self.documents)
+            self._read_by_store(document, document_tokens=len(document), title=title)
+        held = num_common(self._held.token_ids, token_ids)
         if len(token_ids) - held > 1:
-            self._states.read(token_ids)
+            self._held.read(token_ids)
         else:
-            self._states.go_back(held)
+            self._held.go_back(held)
 
-    def _read_document(self, document: list[int]) -> None:
-        """Take the document from the store, if there is one, or read it."""
-        if self._store is None or not isinstance(self.cache, HybridCache) or len(document) < 2:
-            self._states.read(document)
+    def _read_by_store(self, token_ids: list[int], **options: Any) -> None:
+        """Read tokens anew by the store, if there is one, and say what came from there."""
+        if self._store is None or not isinstance(self.cache, HybridCache) or len(token_ids) < 2:
             return
-        title = self._title or _title(self.documents)
-        self._read_with_store(self._store, document, document_tokens=len(document), title=title)
-
-    def _read_with_store(self, store: PrefixStore, token_ids: list[int], **options: Any) -> None:
-        """Read tokens anew, by the store, and say what came from there."""
-        self.reuse = self._states.read_with(store, token_ids, details=self._all_details(), **options)
+        self.reuse = self._held.read_with(self._store, token_ids, details=self._all_details(), **options)
         if self.reuse.num_tokens:
-            self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {store.path}")
+            self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {self._store.path}")
 
     def _answer(self, question: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a question, see `ask`."""
         with self._open():
-            asked, last = self._asked(question), self.last
-            before = asked.token_ids[: num_common(asked.token_ids, self.token_ids)]
-
-            def read() -> None:
-                self._read(before)
-                self._states.keep_checkpoint()
-
+            asked = self._asked(question)
+            made = Generation([asked], settings)
+            self._read(asked.token_ids[: num_common(asked.token_ids, self.token_ids)])
+            self._held.keep_checkpoint()
             try:
-                yield from self._pieces(asked, settings, read)
+                yield from self._pieces(made)
             finally:
-                if self.last is not None and self.last is not last:
-                    answer = self._generator.text(self.last.token_ids, settings.stop)
-                    self.turns.append(Turn(question, answer, self.last.token_ids))
+                if token_ids := made.token_ids[0]:
+                    self.turns.append(Turn(question, self._generator.text(token_ids, settings.stop), token_ids))
+                    self.token_ids = [*asked.token_ids, *token_ids]
                     self._keep_or_say()
 
     def _completed(self, asked: Asked, text: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a whole prompt, see `complete`."""
-
-        def read() -> None:
-            if self._store is not None and isinstance(self.cache, HybridCache) and len(asked.token_ids) > 1:
-                self._read_with_store(self._store, asked.token_ids, title=_title(None, text))
-
         with self._open():
-            yield from self._pieces(asked, settings, read)
+            made = Generation([asked], settings)
+            self._read_by_store(asked.token_ids, title=_title(None, text))
+            yield from self._pieces(made)
 
-    def _pieces(
-        self, asked: Asked, settings: AnswerSettings, read: Callable[[], None]
-    ) -> abc.Generator[str, None, None]:
-        """Yield the text of an answer, once what comes before is read; make it the last one, unless it fails."""
-        start, rows, is_whole = time.perf_counter(), Rows(), False
-        limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
+    def _pieces(self, made: Generation) -> abc.Generator[str, None, None]:
+        """Yield the text of an answer, and make it the last one, unless it fails: then it has no tokens."""
         try:
-            with self._states.whole_afterwards():
-                read()
-            yield from self._states.answer(asked.token_ids, self._generator, limited, rows)
-            is_whole = True
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException:
-            rows.token_ids[0].clear()
+            yield from self._held.answer(self._generator, made)
+        except Exception:
+            made.token_ids[0].clear()
             raise
         finally:
-            if rows.token_ids[0]:
-                self.last = self._generator.answer_to(asked, rows, 0, settings, start, is_whole)
+            if made.token_ids[0]:
+                [self.last] = self._generator.answers(made)
 
     def _answers(
         self, questions: Sequence[str], at_once: int, settings: AnswerSettings
@@ -492,28 +476,22 @@ class Chat:
             while asked:
                 # One whose answer the context cuts short is alone.
                 have_room = takewhile(lambda each: each.room >= settings.max_new_tokens, asked[:at_once])
-                together = asked[: max(1, len(list(have_room)))]
-                before = so_far[: min(num_common(so_far, each.token_ids) for each in together)]
+                together = Generation(asked[: max(1, len(list(have_room)))], settings)
+                before = so_far[: min(num_common(so_far, each.token_ids) for each in together.asked)]
                 self._read(before)
-                self._states.keep_checkpoint()
+                self._held.keep_checkpoint()
                 try:
-                    answers = self._answered_together(together, len(before), settings)
+                    for _ in self._held.answer(self._generator, together):
+                        pass
                 except (MemoryError, RuntimeError) as error:
-                    if len(together) == 1 or not is_out_of_memory(error):
+                    count = len(together.asked)
+                    if count == 1 or not is_out_of_memory(error):
                         raise
-                    at_once = len(together) // 2
-                    self._remark(f"memory ended with {len(together)} answers at once: from here on {at_once}")
+                    at_once = count // 2
+                    self._remark(f"memory ended with {count} answers at once: from here on {at_once}")
                     continue
-                asked = asked[len(together) :]
-                yield from answers
-
-    def _answered_together(self, together: Sequence[Asked], base: int, settings: AnswerSettings) -> list[Answer]:
-        """Answer questions whose prompts begin with the same `base` tokens, which the cache holds."""
-        start, rows = time.perf_counter(), Rows(len(together))
-        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, together[0].room))
-        prompts, mask = _prompts_together([each.token_ids for each in together], base)
-        self._states.answer_together(base, prompts, mask, self._generator, settings, rows)
-        return [self._generator.answer_to(each, rows, index, settings, start) for index, each in enumerate(together)]
+                asked = asked[len(together.asked) :]
+                yield from self._generator.answers(together)
 
     def _keep_or_say(self) -> None:
         """Keep the conversation, if there is a store; a failure is a remark, once."""
@@ -527,22 +505,6 @@ class Chat:
 
     def _all_details(self) -> dict[str, Any]:
         return self._details | {"system": self.system}
-
-
-def _prompts_together(prompts: Sequence[list[int]], base: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return prompts that begin with the same `base` tokens, `[prompts, tokens]`, and their attention mask.
-
-    Shorter ones are padded after these, so that all begin alike. Padding is a token that comes before, which a
-    repetition penalty counts already.
-    """
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    filler = prompts[0][base - 1] if base else 0
-    rows = [[*ids[:base], *[filler] * pads, *ids[base:]] for pads, ids in zip(padding, prompts, strict=True)]
-    positions = torch.arange(longest) - base
-    is_padding = (positions >= 0) & (positions < torch.tensor(padding)[:, None])
-    return torch.tensor(rows), (~is_padding).long()
 
 
 def _title(documents: Documents | None, question: str | None = None) -> str:

@@ -6,14 +6,13 @@ import weakref
 from collections import abc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
@@ -82,12 +81,7 @@ class Generator:
         return pieces
 
     def pieces(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        cache: Cache,
-        settings: AnswerSettings,
-        into: "Rows",
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: Cache, into: "Generation"
     ) -> abc.Generator[str, None, None]:
         """
         Generate, and yield the text of the first answer, in a piece for each step, which may be empty.
@@ -98,8 +92,7 @@ class Generator:
             input_ids: `[answers, tokens]`, the prompts.
             attention_mask: the same shape; 0 for padding.
             cache: with the first tokens of the prompts.
-            settings: how the answers are generated.
-            into: receives their tokens.
+            into: what is generated.
         """
         pieces: SimpleQueue[str | None] = SimpleQueue()
         stopping = threading.Event()
@@ -107,20 +100,21 @@ class Generator:
 
         def generate() -> None:
             try:
-                self._generate(input_ids, attention_mask, cache, settings, streamer, stopping)
+                self._generate(input_ids, attention_mask, cache, into.settings, streamer, stopping)
             finally:
                 pieces.put(None)
 
         future = Future[None]()
         self._jobs.put((generate, future))
         try:
-            yield from _before(settings.stop, iter(pieces.get, None))
+            yield from _before(into.settings.stop, iter(pieces.get, None))
         finally:
             stopping.set()
             _wait_for(future)
             if isinstance(cache, HybridCache) and future.exception() is None:
                 cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor(into.token_ids, dtype=torch.long)], dim=1))
         future.result()
+        into.is_whole = True
 
     def text(self, token_ids: list[int], stop: Sequence[str]) -> str:
         """Return the text of an answer, up to the first of the texts that end one."""
@@ -128,36 +122,27 @@ class Generator:
         ends = [text.index(each) for each in stop if each in text]
         return text[: min(ends, default=len(text))]
 
-    def answer_to(
-        self, asked: Asked, rows: "Rows", index: int, settings: AnswerSettings, start: float, is_whole: bool = True
-    ) -> Answer:
-        """
-        Return an answer with all that is known of it.
+    def answers(self, made: "Generation") -> list[Answer]:
+        """Return the answers that were generated, with all that is known of them."""
+        return [self._answer(made, asked, row) for asked, row in zip(made.asked, made.token_ids, strict=True)]
 
-        Args:
-            asked: the question.
-            rows: the tokens that were generated.
-            index: of the answer among them.
-            settings: by which it was generated.
-            start: `time.perf_counter` when it was asked.
-            is_whole: whether nobody ended it.
-        """
-        token_ids, together = rows.token_ids[index], len(rows.token_ids)
-        if together > 1:
-            token_ids = self.until_end(token_ids, settings.stop)
+    def _answer(self, made: "Generation", asked: Asked, token_ids: list[int]) -> Answer:
+        stop, together = made.settings.stop, len(made.asked)
         reason: FinishReason = "stop"
-        if not is_whole:
+        if together > 1:
+            token_ids = self.until_end(token_ids, stop)
+        if not made.is_whole:
             reason = "interrupted"
-        elif not self.is_ended(token_ids, settings.stop):
+        elif not self.is_ended(token_ids, stop):
             reason = "context" if len(token_ids) >= asked.room else "length"
         return Answer(
             question=asked.question,
-            text=self.text(token_ids, settings.stop).strip(),
+            text=self.text(token_ids, stop).strip(),
             token_ids=token_ids,
             finish_reason=reason,
             prompt_tokens=len(asked.token_ids),
-            first_token_seconds=(rows.first or rows.last) - start,
-            seconds=rows.last - start,
+            first_token_seconds=(made.first or made.last) - made.start,
+            seconds=made.last - made.start,
             together=together,
         )
 
@@ -208,20 +193,31 @@ class Generator:
         )
 
 
-class Rows:
+class Generation:
     """
-    The tokens of answers that are generated together, and when they came.
+    Questions that are answered together, the tokens of their answers so far, and when these came.
+
+    Args:
+        asked: the questions.
+        settings: of their answers.
 
     Attributes:
+        asked: the questions.
+        settings: of their answers, which are no longer than the context has room for.
         token_ids: of each answer.
+        start: when they were asked, as `time.perf_counter`.
         first: when the first tokens came; `None` before.
         last: when the last ones came.
+        is_whole: whether nobody ended it before its end.
     """
 
-    def __init__(self, num_answers: int = 1) -> None:
-        self.token_ids: list[list[int]] = [[] for _ in range(num_answers)]
+    def __init__(self, asked: Sequence[Asked], settings: AnswerSettings):
+        room = min(each.room for each in asked)
+        self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
+        self.token_ids: list[list[int]] = [[] for _ in asked]
+        self.start = self.last = time.perf_counter()
         self.first: float | None = None
-        self.last = time.perf_counter()
+        self.is_whole = False
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next token of each answer."""
@@ -231,31 +227,19 @@ class Rows:
             row.append(token)
 
 
-class _Streamer(BaseStreamer):
-    """Takes tokens from `generate`, after the prompts, which come first, and puts text into a queue."""
+class _Streamer(TextStreamer):
+    """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the first answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", rows: Rows):
-        self._rows, self._pieces, self._is_prompt = rows, pieces, True
-        self._words = _Words(tokenizer, pieces)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", made: Generation):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._made, self._pieces, self._is_prompt = made, pieces, True
 
     def put(self, value: torch.Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._rows.add(value.tolist())
-        self._pieces.put("")
-        self._words.put(value[:1])
-
-    def end(self) -> None:
-        self._words.end()
-
-
-class _Words(TextStreamer):
-    """Puts text into a queue as soon as its words are complete."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]"):
-        super().__init__(tokenizer, skip_special_tokens=True)
-        self._pieces = pieces
+        if not self._is_prompt:
+            self._made.add(value.tolist())
+            self._pieces.put("")
+            super().put(value[:1])
+        self._is_prompt = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._pieces.put(text)

@@ -1,7 +1,10 @@
 """The `hf-hybrid-cache` command."""
 
+import contextlib
+import math
 import os
 import sys
+import time
 
 try:
     import rich  # noqa: F401
@@ -9,7 +12,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
 
-from ..other_processes import OtherProcesses, load_average
+import psutil
+
 from .console import end_at_interrupt
 
 # Less than one process that computes all the time.
@@ -24,10 +28,11 @@ def main() -> None:
     if sys.stdout is None:
         print("error: Standard output is closed, and answers go there: let it go to /dev/null.", file=sys.stderr)
         sys.exit(2)
-    others = OtherProcesses()
+    seconds, used = time.perf_counter(), _used_by_others()
     from .app import run  # only now: Ctrl-C can end its imports too
 
-    let_waiting_threads_sleep(others.processors(), load_average())
+    with contextlib.suppress(OSError):  # a container may hide the load
+        let_waiting_threads_sleep((_used_by_others() - used) / (time.perf_counter() - seconds), psutil.getloadavg()[0])
     run()
 
 
@@ -41,3 +46,12 @@ def let_waiting_threads_sleep(busy_processors: float, load: float) -> None:
     are_busy = busy_processors > _BUSY_PROCESSORS and load > _BUSY_PROCESSORS  # false where the system does not tell
     if are_busy and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "0"
+
+
+def _used_by_others() -> float:
+    """Return the seconds that others used processors since the machine was started; NaN where it does not tell."""
+    try:
+        times = psutil.cpu_times()
+    except OSError:
+        return math.nan
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - time.process_time()

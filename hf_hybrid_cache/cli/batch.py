@@ -1,20 +1,31 @@
 """`hf-hybrid-cache batch`: many questions about many documents, each of which is read once."""
 
 import re
-from contextlib import closing
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .answers import Answers, model_digest
+from ..documents import DocumentError, read_documents, require_documents
+from ..errors import HybridCacheError
+from .batch_files import Answers, Question, by_document, documents_digest, model_digest, read_questions
 from .batch_progress import BatchProgress
-from .batch_reader import BatchOptions, BatchReader, without_missing
-from .console import UsageError, consoles, exit_codes, note, raising_interrupts
-from .options import ANSWER, DOCUMENT, Answer, Cache, Model, Prompt, Store, option, with_options
-from .questions import by_document, read_questions
+from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts
+from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
+
+if TYPE_CHECKING:
+    from ..chat import AnswerSettings, Chat
+    from .loading import LoadedModel
+
+# A question, and the fields that its answer has beside those of the question.
+Outcome = tuple[Question, dict[str, Any]]
 
 
 @with_options
@@ -33,7 +44,7 @@ def batch(
     prompt: Prompt,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     at_once: Annotated[
         str,
@@ -66,39 +77,51 @@ def batch(
     _, notes = consoles()
     with exit_codes(notes):
         cache.require_ours("batch")
-        options = BatchOptions(prompt, cache, model, answer, store, _parsed_at_once(at_once))
+        most_together = _parsed_at_once(at_once)
         share, path = _parsed_shard(shard), _path_of_answers(out)
         asked = list(chain.from_iterable(by_document(read_questions(questions))[share]))
-        folder = questions.parent.absolute()
+        folder, kept_settings = questions.parent.absolute(), _kept_settings(prompt, cache, model, answer)
         if store.folder is not None:
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        answers = Answers(path, asked, options.settings, folder, partial(note, notes))
+        answers = Answers(path, asked, kept_settings, folder, partial(note, notes))
         with answers.alone():
             digest = model_digest(model.name)
-            settled, loaded = answers.settle(digest), None
-            if without_missing(by_document(settled.unanswered), folder)[1]:
+            unanswered, num_changed, num_others = answers.settle(digest)
+            missing, groups = _without_missing(by_document(unanswered), folder)
+            loaded = None
+            if groups:
                 from .loading import load_model
 
                 loaded = load_model(model, notes)
                 digest = model_digest(model.name)  # of what came from the Hub just now
-                settled = answers.settle(digest)
-            missing, groups = without_missing(by_document(settled.unanswered), folder)
-            progress = BatchProgress(notes, len(asked), len(asked) - len(settled.unanswered))
-            if others := settled.num_others:
-                note(notes, f"answers to questions that are not asked any more: {others:,}; they stay in {out}")
-            if settled.num_changed:
-                changed = f"{settled.num_changed:,} of {len(asked):,} questions"
+                unanswered, num_changed, num_others = answers.settle(digest)
+                missing, groups = _without_missing(by_document(unanswered), folder)
+            progress = BatchProgress(notes, len(asked), len(asked) - len(unanswered))
+            if num_others:
+                note(notes, f"answers to questions that are not asked any more: {num_others:,}; they stay in {out}")
+            if num_changed:
+                changed = f"{num_changed:,} of {len(asked):,} questions"
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
-            failed = []
-            read = () if loaded is None else BatchReader(loaded, options, folder, progress, notes).outcomes(groups)
+            failed: list[tuple[Question, str]] = []
+            read: Iterator[Outcome] = iter(())
+            if loaded is not None:
+                of_chat = {
+                    "system": prompt.system,
+                    "context": prompt.context,
+                    **cache.arguments,
+                    "store": store.open(),
+                    "settings": answer.settings(),
+                    "details": {"model": model.name, "weights": model.weights},
+                }
+                read = _Reader(loaded, of_chat, folder, progress, notes, most_together).outcomes(groups)
             try:
                 with raising_interrupts(), closing(progress):
                     for question, fields in chain(missing, read):
-                        answers.add({**question.fields, **fields, "model_digest": digest, "settings": options.settings})
+                        answers.add({**question.fields, **fields, "model_digest": digest, "settings": kept_settings})
                         failed += [(question, fields["error"])] if "error" in fields else []
                         progress.answered(is_error="error" in fields)
             except KeyboardInterrupt:
@@ -140,3 +163,145 @@ def _path_of_answers(out: Path) -> Path | None:
     if out.exists() and not out.is_file():
         raise UsageError(f"--out {out} is no regular file: name one, or - for standard output.")
     return out
+
+
+def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: AnswerOptions) -> dict[str, Any]:
+    """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
+    # Names and places are those of the first files of answers, in which later options are missing, as null is.
+    sampling = {name: getattr(answer, name) for name in ("temperature", "top_p", "repetition_penalty", "seed")}
+    given = asdict(prompt) | asdict(cache) | asdict(model)
+    del given["device"]
+    return given | {
+        "cache": cache.name,
+        "max_new_tokens": answer.settings().max_new_tokens,
+        "sampling": sampling,
+        "top_k": answer.top_k,
+        "stop": answer.stop or None,
+    }
+
+
+class _Reader:
+    """Answers the questions about one document after the other, with a model; `of_chat` are arguments of `Chat`."""
+
+    def __init__(
+        self,
+        loaded: "LoadedModel",
+        of_chat: Mapping[str, Any],
+        folder: Path,
+        progress: BatchProgress,
+        notes: Console,
+        at_once: int | None,
+    ):
+        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together
+        from .loading import compile_kernels
+
+        self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
+        self._folder, self._progress, self._notes = folder, progress, notes
+        self._settings: AnswerSettings = of_chat["settings"]
+        self._template = ChatTemplate(loaded.tokenizer, of_chat["system"])
+        self._template.start()  # what is refused here no question could have
+        compile_kernels(loaded.model, of_chat["cache"] == "quantized", notes)
+        self._at_once = at_once or MOST_TOGETHER
+        if self._at_once > 1 and not can_answer_together(loaded.model):
+            note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
+
+    def outcomes(self, groups: Sequence[Sequence[Question]]) -> Iterator[Outcome]:
+        """Answer questions, grouped by document; an error that a user can correct becomes that of a question."""
+        for number, questions in enumerate(groups):
+            self._progress.documents_left = len(groups) - number
+            yield from self._about_one(questions)
+
+    def _about_one(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        start = time.perf_counter()
+        try:
+            digest = documents_digest(questions[0].documents, self._folder)  # before they are read: a change is noticed
+            chat, fields = self._chat(questions)
+            with self._progress.reading(questions[0].documents[0], len(chat.token_ids)):
+                chat.read()
+        except (HybridCacheError, MemoryError, RuntimeError) as error:
+            yield from _failed(questions, error)
+            return
+        fields |= {"document_digest": digest, "document_seconds": round(time.perf_counter() - start, 3)}
+        left = []
+        for question in questions:
+            try:
+                chat.require_room(question.text)
+                left.append(question)
+            except HybridCacheError as error:
+                yield from _failed([question], error)
+        at_once = self._at_once
+        while left:
+            try:
+                for given in chat.ask_all([question.text for question in left], at_once):
+                    of_answer = {
+                        "answer": given.text,
+                        "finish_reason": given.finish_reason,
+                        "prompt_tokens": given.prompt_tokens,
+                        "answer_tokens": len(given.token_ids),
+                        "seconds": round(given.seconds, 3),
+                        "at_once": given.together,
+                    }
+                    yield left.pop(0), of_answer | fields
+            except (HybridCacheError, MemoryError, RuntimeError) as error:
+                yield from _failed([left.pop(0)], error)
+                at_once = 1  # memory ended with a single answer
+
+    def _chat(self, questions: Sequence[Question]) -> tuple["Chat", dict[str, Any]]:
+        """A conversation about a document, which is not read yet, and the fields of an answer that describe it."""
+        from ..chat import Chat, PromptError
+
+        remark = partial(note, self._notes)
+        documents = read_documents(questions[0].documents, remark, self._folder)
+        chat = Chat(
+            self._model,
+            self._tokenizer,
+            documents,
+            leave=self._settings.max_new_tokens + self._question_tokens(questions),
+            progress=self._progress.advance if self._notes.is_interactive else True,
+            remark=remark,
+            **self._of_chat,
+        )
+        read = chat.document
+        if read.read_tokens < read.tokens and self._of_chat["context"] is None:
+            raise PromptError(
+                f"The {documents.counted} {'has' if len(documents.files) == 1 else 'have'} "
+                f"{'about ' if read.is_estimate else ''}{read.tokens:,} tokens, of which {read.read_tokens:,} fit into "
+                f"a context of {chat.context:,} with the question and {self._settings.max_new_tokens:,} new tokens. "
+                "Pass --context to read only the start, or use a model with a longer context."
+            )
+        fields: dict[str, Any] = {"document_tokens": read.tokens, "read_tokens": read.read_tokens}
+        if len(documents.files) > 1:
+            fields["documents"] = [asdict(part) for part in read.parts]
+        if documents.skipped:
+            fields["left_out"] = list(documents.skipped)
+        return chat, fields
+
+    def _question_tokens(self, questions: Sequence[Question]) -> int:
+        """The tokens of the longest question that leaves half of the room to the document; a longer one may fail."""
+        from ..chat import PromptError, context_length
+
+        lengths = []
+        for question in questions:
+            with suppress(PromptError):
+                lengths.append(len(self._template.conversation([question.text], document=[])))
+        half = (context_length(self._model) - self._settings.max_new_tokens) // 2
+        return max((length for length in lengths if length <= half), default=min(lengths, default=0))
+
+
+def _without_missing(groups: Sequence[list[Question]], folder: Path) -> tuple[list[Outcome], list[list[Question]]]:
+    """The errors of questions about documents that are not there, before a model is loaded; and the other groups."""
+    missing: list[Outcome] = []
+    others = []
+    for questions in groups:
+        try:
+            require_documents(questions[0].documents, folder)
+            others.append(questions)
+        except DocumentError as error:
+            missing += _failed(questions, error)
+    return missing, others
+
+
+def _failed(questions: Sequence[Question], error: Exception) -> list[Outcome]:
+    """The error as that of each question; raises an error that no user can correct."""
+    reason = str(error) if isinstance(error, HybridCacheError) else out_of_memory(error)
+    return [(question, {"error": reason.partition("\n")[0]}) for question in questions]

@@ -11,8 +11,8 @@ import typer
 
 from .chat_input import ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
-from .generate import why_no_more, write_notice
-from .options import DOCUMENT, Answer, Cache, DocumentOption, Model, Prompt, Store, option, with_options
+from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
+from .task import why_no_more, write_notice
 
 if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
@@ -28,7 +28,7 @@ def chat(
     prompt: Prompt,
     model: Model,
     cache: Cache,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     command_line: typer.Context,
     conversation: Annotated[
@@ -80,13 +80,7 @@ def chat(
         prefix_store = store.open()
         loaded = load_model(model, notes)
         compile_kernels(loaded.model, cache.name == "quantized", notes)
-        options: dict[str, Any] = {
-            "cache": cache.name,
-            "bits": cache.bits,
-            "cpu_decode": cache.decodes_on_cpu,
-            "settings": answer.settings(),
-            "remark": say,
-        }
+        options: dict[str, Any] = {**cache.arguments, "settings": answer.settings(), "remark": say}
         if stored is not None:
             assert prefix_store is not None
             talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)

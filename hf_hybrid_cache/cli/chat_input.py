@@ -4,8 +4,9 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from ..user_folder import cache_home, make_private
 from .console import UsageError
@@ -38,13 +39,25 @@ class Typed:
         return cls(line.removeprefix(QUOTES).removesuffix(QUOTES).strip(), is_quoted=True)
 
 
-class ChatInput(Protocol):
-    """A source of questions and commands; `is_terminal` if a user types them at a terminal."""
+@dataclass(frozen=True)
+class ChatInput:
+    """
+    A source of questions and commands.
+
+    Attributes:
+        is_terminal: whether a user types them at a terminal.
+        read: reads the text of the next one; raises `EOFError` at the end, and `KeyboardInterrupt` at Ctrl-C.
+    """
 
     is_terminal: bool
+    read: Callable[[], str]
 
     def next_line(self) -> Typed | None:
         """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
+        try:
+            return Typed.of(self.read())
+        except EOFError:
+            return None
 
 
 def is_open(text: str) -> bool:
@@ -73,72 +86,55 @@ def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
         raise UsageError("Standard input is closed: let it come from a terminal, a file or a pipe.")
     shown_on = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if not sys.stdin.isatty() or shown_on is None:
-        return _PlainInput(say)
-    return _TerminalInput(_history_file(say) if keeps_history else None, shown_on)
+        return ChatInput(False, partial(_plain_text, say))
+    return ChatInput(True, _editor(_history_file(say) if keeps_history else None, shown_on))
 
 
-class _PlainInput:
-    """Reads lines of standard input."""
-
-    is_terminal = False
-
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
-
-    def next_line(self) -> Typed | None:
-        text = ""
-        try:
-            text = input()
-            while is_open(text):
-                text += f"\n{input()}"
-        except EOFError:
-            if text:
-                self._say(f"{QUOTES} began a text that nothing ended: it is not asked.")
-            return None
-        return Typed.of(text)
+def _plain_text(say: Callable[[str], None]) -> str:
+    """Read a line of standard input, or lines between triple quotes."""
+    text = ""
+    try:
+        text = input()
+        while is_open(text):
+            text += f"\n{input()}"
+    except EOFError:
+        if text:
+            say(f"{QUOTES} began a text that nothing ended: it is not asked.")
+        raise
+    return text
 
 
-class _TerminalInput:
-    """Reads lines from an editor at a terminal, with a history in a file that exists, or none if that is `None`."""
-
-    is_terminal = True
-
-    def __init__(self, history: Path | None, shown_on: TextIO):
-        try:
-            from prompt_toolkit import PromptSession
-            from prompt_toolkit.filters import Condition
-            from prompt_toolkit.history import FileHistory, InMemoryHistory
-            from prompt_toolkit.output import create_output
-        except ModuleNotFoundError as error:
-            raise UsageError(f'chat at a terminal needs {error.name}: pip install "hf_hybrid_cache[demo]"') from error
-        self._session: PromptSession[str] = PromptSession(
-            PROMPT,
-            multiline=Condition(lambda: is_open(self._session.default_buffer.text)),
-            prompt_continuation=" " * len(PROMPT),
-            history=InMemoryHistory() if history is None else FileHistory(history),
-            enable_suspend=True,
-            reserve_space_for_menu=0,
-            output=create_output(shown_on),
-        )
-
-    def next_line(self) -> Typed | None:
-        self._drop_early_input()
-        try:
-            return Typed.of(self._session.prompt())
-        except EOFError:
-            return None
-
-    def _drop_early_input(self) -> None:
-        """Drop what was typed while an answer came, so that it is not asked by mistake."""
+def _editor(history: Path | None, shown_on: TextIO) -> Callable[[], str]:
+    """Make what reads lines from an editor at a terminal, with a history in a file that exists, or none for `None`."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.input.typeahead import clear_typeahead
+        from prompt_toolkit.output import create_output
+    except ModuleNotFoundError as error:
+        raise UsageError(f'chat at a terminal needs {error.name}: pip install "hf_hybrid_cache[demo]"') from error
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=Condition(lambda: is_open(session.default_buffer.text)),
+        prompt_continuation=" " * len(PROMPT),
+        history=InMemoryHistory() if history is None else FileHistory(history),
+        enable_suspend=True,
+        reserve_space_for_menu=0,
+        output=create_output(shown_on),
+    )
 
-        clear_typeahead(self._session.app.input)
-        try:
+    def read() -> str:
+        # What was typed while an answer came is dropped, so that it is not asked by mistake.
+        clear_typeahead(session.app.input)
+        with contextlib.suppress(ModuleNotFoundError):  # not a POSIX system
             import termios
-        except ModuleNotFoundError:  # not a POSIX system
-            return
-        with contextlib.suppress(termios.error):  # the terminal is gone
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        return session.prompt()
+
+    return read
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:

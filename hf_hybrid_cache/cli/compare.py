@@ -1,4 +1,4 @@
-"""The cost of answers: as a line, as JSON, and in a table of all caches, which `generate --compare` prints."""
+"""What `generate --compare` prints: the same answer with all caches, and a table of what each took."""
 
 import re
 import time
@@ -14,17 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from ..cache import HybridCache
-from ..chat import CACHES, Chat
+from ..chat import CACHES
 from ..documents import Document, Documents
-from ..layers import tensors_of
 from ..prompt_reading import layer_that_begins_anew, prefill
 from ..weights import NothingToQuantizeError
 from .console import note, print_json, write
-from .generate import Task, say_what_is_read, why_no_more
 from .loading import LoadedModel, quantize_loaded
+from .task import Task, dtype_text, mebibytes, rate_text, record, say_what_is_read, why_no_more
 
 SAMPLE_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
 _SAMPLE_ANSWER = r"Assert statements are a convenient way[^:.]*"
@@ -94,59 +91,6 @@ def compare_caches(
     if not as_json:
         out.print(_table(rows))
         write(out, _conclusion(rows, dtype_text(loaded.model)))
-
-
-def record(chat: Chat, form: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    The fields that `generate --json` prints for an answer.
-
-    Args:
-        chat: has answered.
-        form: the model, and the form of its cache and weights.
-    """
-    answer, document, documents = chat.last, chat.document, chat.documents
-    assert answer is not None
-    rate, (device_bytes, host_bytes) = answer.tokens_per_second, kv_bytes(chat.cache)
-    return {
-        **form,
-        "documents": [
-            {"name": part.document, "tokens": part.tokens, "read_tokens": part.read_tokens} for part in document.parts
-        ],
-        "left_out": [] if documents is None else list(documents.skipped),
-        "answer": answer.text,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "answer_tokens": len(answer.token_ids),
-        "document_tokens": document.tokens,
-        "read_tokens": document.read_tokens,
-        "first_token_seconds": round(answer.first_token_seconds, 3),
-        "tokens_per_second": None if rate is None else round(rate, 2),
-        "kv_device_bytes": device_bytes,
-        "kv_host_bytes": host_bytes,
-    }
-
-
-def summary(took: Mapping[str, Any], weights_text: str | None) -> str:
-    """The cost of an answer, a `record`, in one line, which ends with what quantized weights take."""
-    return (
-        f"{took['cache']}: first token after {took['first_token_seconds']:.2f} s, {_rate(took)} tokens/s, "
-        f"KV {_mebibytes(took['kv_device_bytes'])} on the device, {_mebibytes(took['kv_host_bytes'])} on the host"
-    ) + ("" if weights_text is None else f"; {weights_text}")
-
-
-def kv_bytes(cache: Cache) -> tuple[int, int]:
-    """Bytes of keys and values in the memory of accelerators, and in host memory."""
-    if isinstance(cache, HybridCache):
-        report = cache.memory()
-        return report.device_bytes, report.host_bytes
-    tensors = [tensor for layer in cache.layers for tensor in tensors_of(layer)]
-    host_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
-    return sum(tensor.nbytes for tensor in tensors) - host_bytes, host_bytes
-
-
-def dtype_text(model: PreTrainedModel) -> str:
-    """The type of a model's weights, without torch's prefix."""
-    return str(model.dtype).removeprefix("torch.")
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -241,9 +185,9 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_row(
             row.name,
             f"{row.record['first_token_seconds']:.2f}",
-            _rate(row.record),
-            _mebibytes(row.record["kv_device_bytes"]),
-            _mebibytes(row.record["kv_host_bytes"]),
+            rate_text(row.record),
+            mebibytes(row.record["kv_device_bytes"]),
+            mebibytes(row.record["kv_host_bytes"]),
             "yes" if different is None else f"no, from {different}",
         )
     return table
@@ -261,11 +205,3 @@ def _conclusion(rows: Sequence[Row], dtype: str) -> str:
     if dtype != "float32":
         text += f"In {dtype} attention that adds up in another order rounds differently: try --dtype float32.\n"
     return text + "".join(f"\n{row.name} answers: {row.record['answer']}\n" for row in different)
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def _rate(took: Mapping[str, Any]) -> str:
-    return "-" if took["tokens_per_second"] is None else f"{took['tokens_per_second']:.1f}"

@@ -1,7 +1,6 @@
 """`hf-hybrid-cache generate`: one answer of a model, alone or about documents."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,7 @@ from .options import (
     DEFAULT_BITS,
     DOCUMENT,
     NEW_TOKENS,
-    Answer,
+    AnswerOptions,
     AsJson,
     Cache,
     DocumentOption,
@@ -28,59 +27,12 @@ from .options import (
     option,
     with_options,
 )
+from .task import Task, dtype_text, record, say_what_is_read, summary, why_no_more
 
 if TYPE_CHECKING:
-    from ..chat import AnswerSettings, Chat, DocumentPrompt
+    from ..chat import Chat
     from ..prefix_store import PrefixStore, StoredPrompts
     from .loading import LoadedModel
-
-
-@dataclass(frozen=True)
-class Task:
-    """
-    The task of a model.
-
-    Attributes:
-        documents: that it is asked about; `None` for none.
-        question: `None` with `whole_prompt`, or where documents are only kept.
-        whole_prompt: a text that is used as it is, instead of documents and question.
-        prompt: the options on what stands before the question.
-        settings: of the answer.
-    """
-
-    documents: Documents | None
-    question: str | None
-    whole_prompt: str | None
-    prompt: Prompt
-    settings: "AnswerSettings"
-
-    def chat(self, loaded: "LoadedModel", notes: Console, **options: Any) -> "Chat":
-        """
-        Make a conversation that has read nothing yet.
-
-        Args:
-            loaded: answers.
-            notes: receives remarks.
-            options: of `Chat`.
-
-        Raises:
-            PromptError: the documents do not fit, or there is no place for a system message.
-        """
-        from ..chat import Chat, ChatTemplate
-
-        leave = None
-        if self.question is not None:  # documents leave no more room than it takes with its answer
-            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).conversation([self.question], document=[])
-            leave = len(asked) + self.settings.max_new_tokens
-        given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
-        given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
-        return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
-
-    def ask(self, chat: "Chat") -> Iterator[str]:
-        """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask` and `Chat.complete`."""
-        if self.whole_prompt is not None:
-            return chat.complete(self.whole_prompt)
-        return iter(()) if self.question is None else chat.ask(self.question)
 
 
 @with_options
@@ -89,7 +41,7 @@ def generate(
     store: Store,
     cache: Cache,
     model: Model,
-    answer: Answer,
+    answer: AnswerOptions,
     document: DocumentOption = None,
     question: Annotated[
         str | None, option(DOCUMENT, "Question to the model. Without one --store only reads and keeps the documents.")
@@ -139,7 +91,6 @@ def generate(
             _say_what_is_stored_otherwise(StoredPrompts(store.folder), task.documents, form, notes)
         # What follows imports torch.
         prefix_store = store.open()
-        from .compare import compare_caches, dtype_text, record, summary
         from .loading import compile_kernels, load_model
 
         loaded = load_model(model, notes)
@@ -147,10 +98,11 @@ def generate(
         if compare or cache.name != "stock":
             compile_kernels(loaded.model, compare or cache.name == "quantized", notes)
         if compare:
+            from .compare import compare_caches
+
             compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
             return
-        of_cache = {name: form[name] for name in ("cache", "bits")} | {"cpu_decode": cache.decodes_on_cpu}
-        chat = task.chat(loaded, notes, **of_cache, store=prefix_store, details=form)
+        chat = task.chat(loaded, notes, **cache.arguments, store=prefix_store, details=form)
         text_out = Console(quiet=True) if as_json else out
         say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
         pieces = task.ask(chat)
@@ -172,34 +124,6 @@ def generate(
         elif took["finish_reason"] == "length":
             note(notes, f"ended at --max-new-tokens {task.settings.max_new_tokens:,}, which may be raised")
         note(notes, summary(took, loaded.weights_text))
-
-
-def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> None:
-    """
-    Say how much of the documents is read: in a remark, and before the answer if they were cut.
-
-    Args:
-        chat: about documents, or about none.
-        why: no more is read.
-        out: receives what comes before the answer.
-        notes: receives the remark.
-    """
-    document, documents = chat.document, chat.documents
-    if documents is None:
-        return
-    note(notes, f"{documents.counted}: read {document.counts} tokens")
-    write_notice(document, why, out)
-
-
-def why_no_more(chat: "Chat", context: int | None) -> str:
-    """The reason why no more of the documents is read; `context` is the value of --context."""
-    return f"the model's context is {chat.context:,}" if context is None else f"--context {context:,}"
-
-
-def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:
-    """Write before all answers what they do not know, if documents were cut."""
-    if notice := document.notice(why):
-        write(out, f"[{notice}]\n\n")
 
 
 def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:

@@ -153,9 +153,10 @@ class Cache:
         return (self.bits or DEFAULT_BITS) if self.name == "quantized" else None
 
     @property
-    def decodes_on_cpu(self) -> bool | None:
-        """Whether the CPU attends to the tokens in host memory; `None` for the default of the cache."""
-        return None if self.cpu_decode is None else self.cpu_decode == "yes"
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `Chat` that say so."""
+        on_cpu = None if self.cpu_decode is None else self.cpu_decode == "yes"
+        return {"cache": self.name, "bits": self.bits, "cpu_decode": on_cpu}
 
     def require_ours(self, what: str) -> None:
         """Raise `UsageError` if the cache is transformers' own, where an option or a command needs one of ours."""
@@ -197,19 +198,9 @@ class Model:
     def name(self) -> str:
         return self.model
 
-    @property
-    def quantized_bits(self) -> int | None:
-        """Bits of the weights that are quantized, all of them or those of experts; `None` quantizes none."""
-        return self.expert_bits if self.weights is None else self.weights
-
-    @property
-    def only_experts(self) -> bool:
-        """Whether weights other than those of experts stay as they are."""
-        return self.weights is None
-
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerOptions:
     """Settings of an answer; raises `UsageError` for what `AnswerSettings` refuses."""
 
     max_new_tokens: Annotated[

@@ -16,7 +16,7 @@ import typer
 
 from ..byte_sizes import parse_bytes
 from .console import UsageError, consoles, exit_codes, note, write
-from .options import Answer, Cache, Model, Quiet, Store, option, with_options
+from .options import AnswerOptions, Cache, Model, Quiet, Store, option, with_options
 
 SERVER = "Server"
 # Of what is free on its disk, the share of a store that goes with the server.
@@ -27,7 +27,7 @@ _SHARE = 4
 def serve(
     model: Model,
     cache: Cache,
-    answer: Answer,
+    answer: AnswerOptions,
     store: Store,
     host: Annotated[str, option(SERVER, "Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, option(SERVER, "Port to listen at; 0 for one that is free.", min=0, max=65535)] = 8080,
@@ -67,7 +67,6 @@ def serve(
             raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
         from ..prefix_store import PrefixStore
         from ..serve.engine import Engine
-        from ..serve.protocol import Limits
         from .loading import compile_kernels, load_model
 
         say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -88,15 +87,12 @@ def serve(
                 prompts,
                 memory_bytes=memory_bytes,
                 remark=say,
-                cache=cache.name,
-                bits=cache.bits,
-                cpu_decode=cache.decodes_on_cpu,
+                **cache.arguments,
             )
             server = Server(
                 engine,
                 model.name,
                 answer.settings(),
-                limits=Limits.of(loaded.model, loaded.tokenizer),
                 host=host,
                 api_key=api_key,
                 waiting=waiting,

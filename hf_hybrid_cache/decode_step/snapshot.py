@@ -1,13 +1,15 @@
 """A note of all that the layers of a decoder compute with, by which a change is seen before each step."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -24,7 +26,7 @@ REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 _DEPTH = 2
 # A function of another package, or of a program, is somebody's patch.
 _PACKAGES = {"torch", "transformers", __name__.partition(".")[0], *sys.stdlib_module_names}
-_values = methodcaller("values")
+_form = attrgetter("shape", "dtype")
 
 
 class Snapshot:
@@ -41,65 +43,69 @@ class Snapshot:
     """
 
     def __init__(self, decoder: nn.Module):
-        self._kind = type(decoder)
         called = [getattr(decoder, name, None) for name in ("embed_tokens", "rotary_emb")]
         # Not the decoder itself: its own attribute would keep it alive.
         others = (child for child in decoder.children() if not any(child is each for each in called))
-        self._modules = [module for child in others for module in child.modules()]
-        self._types = [*map(type, self._modules)]
-        kinds = dict.fromkeys([self._kind, *self._types])
+        modules = [module for child in others for module in child.modules()]
+        kinds = dict.fromkeys([type(decoder), *map(type, modules)])
         name = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
         chosen = [registry[name] for registry in REGISTRIES if name in registry]
         roots = [*_methods(kinds), *chosen]
-        self._spaces, self._names, self._found = _used(roots)
+        self._spaces, self._names, found = _used(roots)
         homes = {*_PACKAGES, *(kind.__module__ for kind in kinds)}
-        functions = (function for value in (*roots, *self._found) for function in _functions_in(value))
+        functions = (function for value in (*roots, *found) for function in _functions_in(value))
         self.foreign = next((each for each in functions if not _is_from(each, homes)), None)
 
-        self._dicts: list[Any] = []
-        self._lists: list[Any] = []
-        self._empty: list[Any] = []
+        self._objects, self._containers, self._empty = [*modules, *REGISTRIES], list[Any](), list[Any]()
         self._tensors: list[torch.Tensor] = []
-        noted: set[int] = set()
         classes = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in (*kinds, HybridCache, HybridLayer)))
-        owners = decoder, *self._modules, *REGISTRIES, *map(type, REGISTRIES), *classes
-        self._note([*map(vars, owners), *self._found], noted)
-        self._lengths, self._values = [*map(len, self._containers())], [*self._held()]
-        self._places = self._where()
+        owners = decoder, *self._objects, *map(type, REGISTRIES), *classes
+        self._note([*map(vars, owners), *found], set())
+        # While they are held, nothing else comes to their addresses.
+        self._held = self._holds(decoder)
+        assert {*map(id, self._visible())} <= {*map(id, self._held)}, "the garbage collector does not see all"
+        self._before = self._state(self._held)
 
     def holds(self, decoder: nn.Module) -> bool:
         """Return whether everything still is the same object, and every tensor where it was."""
-        return (
-            type(decoder) is self._kind
-            and not any(self._empty)
-            and [*map(len, self._containers())] == self._lengths
-            and all(map(is_, map(type, self._modules), self._types))
-            and all(map(is_, self._held(), self._values))
-            and all(map(is_, map(dict.get, self._spaces, self._names), self._found))
-            and self._where() == self._places
-        )
+        return not any(self._empty) and self._state(self._holds(decoder)) == self._before
 
     def _note(self, values: Iterable[Any], noted: set[int]) -> None:
         """Note the containers and tensors among some values, and those within."""
         for value in values:
             held = vars(value) if isinstance(value, (PreTrainedConfig, torch.Tensor)) else value
-            is_dict = isinstance(held, (dict, MappingProxyType))
+            if isinstance(held, MappingProxyType):
+                [held] = gc.get_referents(held)
             if isinstance(value, torch.Tensor) and _has_memory(value):
                 self._tensors.append(value)
-            if id(held) not in noted and (is_dict or isinstance(held, (list, set))):
+            if id(held) not in noted and isinstance(held, (dict, list, set)):
                 noted.add(id(held))
-                (self._empty if not held else self._dicts if is_dict else self._lists).append(held)
-                self._note([*(held.values() if is_dict else held)], noted)
+                (self._containers if held else self._empty).append(held)
+                self._objects += [value] * isinstance(value, PreTrainedConfig)
+                self._note(_within(held), noted)
 
-    def _containers(self) -> Iterator[Any]:
-        return chain(self._dicts, self._lists)
+    def _visible(self) -> Iterator[Any]:
+        """The classes of objects, and all that is in containers."""
+        return chain(map(type, self._objects), chain.from_iterable(map(_within, self._containers)))
 
-    def _held(self) -> Iterator[Any]:
-        """All that is in the containers, without a loop in Python."""
-        return chain(chain.from_iterable(map(_values, self._dicts)), chain.from_iterable(self._lists))
+    def _holds(self, decoder: nn.Module) -> list[Any]:
+        """What objects, containers and global names hold, without a loop in Python."""
+        named = map(dict.get, self._spaces, self._names)
+        return [*gc.get_referents(decoder, *self._objects, *self._containers), *named]
 
-    def _where(self) -> list[Any]:
-        return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in self._tensors]
+    def _state(self, held: list[Any]) -> Any:
+        """The addresses of what is held, so that an equal object is another one; and the places of tensors."""
+        return (
+            np.fromiter(held, object, len(held)).tobytes(),
+            [*map(len, self._containers)],
+            [*map(torch.Tensor.data_ptr, self._tensors)],
+            [*map(torch.Tensor.stride, self._tensors)],
+            [*map(_form, self._tensors)],
+        )
+
+
+def _within(container: Any) -> list[Any]:
+    return [*(container.values() if isinstance(container, dict) else container)]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import blocks_of
 from ..cache import HybridCache, WholeSteps
-from ..kernels import LayerBlocks, LayerWeights, Products, Projection, Shape, States, StepMemory
+from ..kernels import LayerWeights, Products, Projection, Shape, States, StepMemory
 from ..storage import KVShape
 from ..weights import QuantizedWeight
 from .known_models import KnownLayer, KnownModel
@@ -59,7 +58,8 @@ class StepPlan:
             stores = steps.stores
             if any(store.shape != self._kv_shape for store in stores):
                 return f"the cache holds {stores[0].shape}, the step is of {self._kv_shape}"
-            self._memory.take_blocks([_blocks_with_next(store) for store in stores])
+            steps.count_next()
+            self._memory.take(steps.blocks)
             self._steps = steps
         return ""
 
@@ -92,12 +92,11 @@ class StepPlan:
         steps = self._steps
         assert steps is not None
         self._steps = None  # until it is whole
-        steps.begin(self.rows)
+        steps.begin()
         self._states.copy_(states)
         self._cosines.copy_(cosines)
         self._sines.copy_(sines)
         self._memory.run()
-        self._memory.advance()
         steps.end(self._queries)
         self._steps = steps
         return self._out.clone()
@@ -128,9 +127,3 @@ def _projection(module: nn.Linear) -> Projection:
 def _address(norm: nn.Module | None) -> int:
     weight: Any = None if norm is None else norm.weight
     return 0 if weight is None else weight.data_ptr()
-
-
-def _blocks_with_next(store: Any) -> LayerBlocks:
-    """The tokens of a store, and the next one, which is still to be written."""
-    blocks = blocks_of(store)
-    return LayerBlocks(blocks.keys, blocks.values, blocks.num_tokens + 1, blocks.quantized, store.dense.num_entries)

@@ -1,6 +1,15 @@
 """The documents of a prompt: text, PDF, Word files, HTML and mails, from files, folders and standard input."""
 
 from .formats import DocumentError
-from .reading import Document, Documents, read_bytes, read_documents, read_text, require_documents
+from .reading import Document, Documents, files_in, read_bytes, read_documents, read_text, require_documents
 
-__all__ = ["Document", "DocumentError", "Documents", "read_bytes", "read_documents", "read_text", "require_documents"]
+__all__ = [
+    "Document",
+    "DocumentError",
+    "Documents",
+    "files_in",
+    "read_bytes",
+    "read_documents",
+    "read_text",
+    "require_documents",
+]

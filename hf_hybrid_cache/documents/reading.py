@@ -127,7 +127,7 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
             read(path, _printable(name))
         else:
             num_read, num_skipped = len(documents), len(skipped)
-            for file in _files_in(path):
+            for file in files_in(path):
                 shown = _printable(Path(name, file.relative_to(path)))
                 if file.is_dir():
                     skip(f"{shown} is a linked or protected folder: give it as a document, too.")
@@ -144,6 +144,20 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
         why = f"the first because: {skipped[0]}" if skipped else "as there are none, except hidden ones."
         raise DocumentError(f"No file in {' and '.join(map(_printable, names))} can be read, {why}")
     return Documents(tuple(documents.values()), tuple(skipped))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files below a folder, sorted, without hidden ones; and the folders that are links or cannot be read."""
+    found: list[Path] = []
+
+    def unreadable(error: OSError) -> None:
+        found.append(Path(error.filename))
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(found)
 
 
 def read_text(path: Path) -> str:
@@ -183,17 +197,3 @@ def read_bytes(path: Path | None) -> bytes:
 def _printable(name: str | Path) -> str:
     """A name of a file in which bytes that are not UTF-8 became escapes."""
     return str(name).encode(errors="backslashreplace").decode()
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """All files below a folder, sorted, without hidden ones; and the folders that are links or cannot be read."""
-    found: list[Path] = []
-
-    def unreadable(error: OSError) -> None:
-        found.append(Path(error.filename))
-
-    for place, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [name for name in folders if os.path.islink(os.path.join(place, name))]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(found)

@@ -1,7 +1,7 @@
 """Numba kernels over keys, values and weights in host memory. They know NumPy and nothing of torch."""
 
+from .attention.stored_blocks import QuantizedBlocks, StoredBlocks
 from .attention.workspace import (
-    QuantizedBlocks,
     Shape,
     Strided,
     WorkingMemory,
@@ -30,7 +30,7 @@ from .forms.panels import (
     factor_of,
     quantize_panels,
 )
-from .step.memory import LayerBlocks, LayerWeights, Projection, States, StepMemory
+from .step.memory import LayerWeights, Projection, States, StepMemory
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
@@ -51,7 +51,6 @@ __all__ = [
     "WEIGHT_BITS",
     "ExpertCall",
     "KernelsDisabledError",
-    "LayerBlocks",
     "LayerWeights",
     "PackedLayout",
     "PanelLayout",
@@ -61,6 +60,7 @@ __all__ = [
     "Shape",
     "States",
     "StepMemory",
+    "StoredBlocks",
     "Strided",
     "WorkingMemory",
     "Workspace",

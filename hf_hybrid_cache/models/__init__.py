@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .loading import ModelLoadError, load
-    from .shapes import load_config
+    from .loading import ModelLoadError, load, load_config
 
 __all__ = ["ModelLoadError", "load", "load_config"]
 
-__getattr__ = lazy_names(__name__, {"loading": ("ModelLoadError", "load"), "shapes": ("load_config",)})
+__getattr__ = lazy_names(__name__, {"loading": ("ModelLoadError", "load", "load_config")})

@@ -15,7 +15,14 @@ import torch
 from filelock import FileLock
 from huggingface_hub import constants, get_session, is_offline_mode, try_to_load_from_cache
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 from transformers.utils.logging import is_progress_bar_enabled
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
@@ -24,7 +31,7 @@ from ..errors import HybridCacheError
 from ..kernels import has_fast_bfloat16
 from ..user_folder import cache_home
 from .random_weights import random_llama
-from .shapes import ALIASES, CREATED_MODEL, SMOLLM2, load_config
+from .shapes import ALIASES, CREATED_MODEL, SHAPES, SMOLLM2
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 _T = TypeVar("_T")
@@ -115,6 +122,29 @@ def load(
         return model.eval(), tokenizer
 
     return read_model(name, read, known=(SMOLLM2,))
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """
+    Return the config of a model, with its name on the Hub or its folder.
+
+    Args:
+        name: one of `SHAPES`, in any case and also without its owner, or what `load` takes.
+
+    Raises:
+        ModelLoadError: it cannot be had.
+    """
+    name = ALIASES.get(name, name)
+    known = {key.lower(): key for key in SHAPES}
+    without_owner = {key.partition("/")[2]: full for key, full in known.items()}
+    key = known.get(name.lower())
+    if name.lower() in without_owner and not Path(name).is_dir():  # a folder of that name comes first
+        key = without_owner[name.lower()]
+    if key is not None:
+        config = SHAPES[key]()
+        config.name_or_path = key
+        return config
+    return read_model(name, AutoConfig.from_pretrained, known=SHAPES)
 
 
 def is_quantized_when_read(name: str) -> bool:

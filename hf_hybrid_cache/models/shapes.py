@@ -9,7 +9,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -112,30 +111,3 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
 # The names that `load` knows beside those of the Hub; the second model comes from no file.
 SMOLLM2, CREATED_MODEL = "smollm2-135m", "llama-3.2-1b-random"
 ALIASES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct", CREATED_MODEL: "meta-llama/Llama-3.2-1B"}
-
-
-def load_config(name: str) -> "PreTrainedConfig":
-    """
-    Return the config of a model, with its name on the Hub or its folder.
-
-    Args:
-        name: one of `SHAPES`, in any case and also without its owner, or what `load` takes.
-
-    Raises:
-        ModelLoadError: it cannot be had.
-    """
-    from transformers import AutoConfig
-
-    from .loading import read_model
-
-    name = ALIASES.get(name, name)
-    known = {key.lower(): key for key in SHAPES}
-    without_owner = {key.partition("/")[2]: full for key, full in known.items()}
-    key = known.get(name.lower())
-    if name.lower() in without_owner and not Path(name).is_dir():  # a folder of that name comes first
-        key = without_owner[name.lower()]
-    if key is not None:
-        config = SHAPES[key]()
-        config.name_or_path = key
-        return config
-    return read_model(name, AutoConfig.from_pretrained, known=SHAPES)

@@ -6,8 +6,8 @@ from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .errors import PrefixStoreError, PrefixStoreFolderError
-    from .finding import Reuse
     from .prefix_store import PrefixStore
+    from .reuse import Reuse
     from .stored_prompts import StoredPrompt, StoredPrompts
 
 __all__ = ["PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt", "StoredPrompts"]
@@ -18,6 +18,6 @@ __getattr__ = lazy_names(
         "errors": ("PrefixStoreError", "PrefixStoreFolderError"),
         "stored_prompts": ("StoredPrompt", "StoredPrompts"),
         "prefix_store": ("PrefixStore",),
-        "finding": ("Reuse",),
+        "reuse": ("Reuse",),
     },
 )

@@ -20,13 +20,18 @@ from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds
 from .errors import NodeNotFoundError, PrefixStoreError
-from .filling import fill
-from .finding import Reuse, empty, find, obstacles, take_over
-from .generating import cache_of, require_one_prompt, require_tokens_alone
-from .keeping import Keeper, keep_conversation
 from .node_files import Head
-from .prompt import Prompt, identity_for, require_new, require_text
-from .states import NodeStates
+from .node_states import NodeStates, fill
+from .prompt_checks import (
+    Prompt,
+    cache_of,
+    identity_for,
+    require_new,
+    require_one_prompt,
+    require_text,
+    require_tokens_alone,
+)
+from .reuse import Keeper, Reuse, empty, find, keep_conversation, obstacles, take_over
 from .stored_prompts import Description, StoredPrompt, StoredPrompts
 
 
@@ -270,7 +275,7 @@ class PrefixStore(StoredPrompts):
                 if match.num_tokens != len(keys):
                     raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
                 try:
-                    fill(contents_of(cache), match.parts)
+                    fill(contents_of(cache), match)
                 except ValueError as error:
                     raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
 
@@ -299,10 +304,7 @@ class PrefixStore(StoredPrompts):
         self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, *, document_tokens: int = 0
     ) -> int:
         """Return how many tokens of a prompt `prefill` would take from the store; arguments and errors are its own."""
-        prompt = Prompt.to_read(model, input_ids, cache, self._identity, document_tokens)
-        match, _ = find(self._folder, prompt)
-        match.close()
-        return match.num_tokens
+        return self._found(model, input_ids, cache, document_tokens)[1].num_tokens
 
     def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
         """
@@ -317,10 +319,17 @@ class PrefixStore(StoredPrompts):
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
             PrefixStoreFolderError: the folder cannot be read.
         """
-        prompt = Prompt.to_read(model, input_ids, cache, self._identity)
+        prompt, reuse = self._found(model, input_ids, cache)
+        return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, reuse.num_tokens)])
+
+    def _found(
+        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int = 0
+    ) -> tuple[Prompt, Reuse]:
+        """Return a prompt, and the report of what is stored of it."""
+        prompt = Prompt.to_read(model, input_ids, cache, self._identity, document_tokens)
         match, reuse = find(self._folder, prompt)
         match.close()
-        return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, match.num_tokens)])
+        return prompt, reuse
 
     def _wanted(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""

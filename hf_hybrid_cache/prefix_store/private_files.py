@@ -26,7 +26,7 @@ if sys.platform != "win32":
 _FILE_MODE = 0o600
 # A link is not followed, and a pipe does not wait for its other end. Windows knows neither, and has a text mode.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-# EBADF: NFS has no lock for one alone of what is open for reading, such as a folder.
+# EBADF: NFS has no lock for one alone of what is open for reading.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 _FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.02
 
@@ -48,11 +48,10 @@ def _private(name: str, flags: int) -> int:
     return os.open(name, flags | _FLAGS, _FILE_MODE)
 
 
-def is_own(path: Path, is_folder: bool) -> bool:
-    """Return whether a file, or a folder, is one of this user, and no link."""
-    status = os.lstat(path)
-    is_kind = stat.S_ISDIR if is_folder else stat.S_ISREG
-    return is_kind(status.st_mode) and (not hasattr(os, "geteuid") or status.st_uid == os.geteuid())
+def is_own(folder: Path) -> bool:
+    """Return whether a folder is one of this user, and no link."""
+    status = os.lstat(folder)
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "geteuid") or status.st_uid == os.geteuid())
 
 
 def try_lock(file: BinaryIO | int, exclusive: bool) -> Lock:
@@ -86,30 +85,14 @@ def wait_for_lock(file: BinaryIO | int, exclusive: bool, seconds: float) -> bool
 
 
 @contextmanager
-def locked_folder(folder: Path, exclusive: bool, seconds: float) -> Iterator[None]:
-    """Hold the lock of a folder, alone or beside others, if another does not refuse it too long. Windows has none."""
-    with _opened_folder(folder) as handle:
-        if handle is not None and not wait_for_lock(handle, exclusive, seconds):
-            raise PrefixStoreFolderError(folder, f"has been in use by another process for {seconds} s. Is one stopped?")
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file alone, which is made if there is none; not every system has locks."""
+    with open_file(path, "ab") as file:
+        if not wait_for_lock(file, True, seconds):
+            raise PrefixStoreFolderError(
+                path.parent, f"has been locked by another process for {seconds} s. Is one stopped?"
+            )
         yield
-
-
-def has_locks(folder: Path) -> bool:
-    """Return whether SQLite can lock files there, as it can on Windows."""
-    with _opened_folder(folder) as handle:
-        return handle is None or try_lock(handle, False) is not Lock.NONE_HERE
-
-
-@contextmanager
-def _opened_folder(folder: Path) -> Iterator[int | None]:
-    if not hasattr(os, "O_DIRECTORY"):
-        yield None
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 @contextmanager

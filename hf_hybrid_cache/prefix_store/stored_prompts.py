@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from ..model_identity import Identity
 from ..scalars import as_count
-from .database import Node, way_to
 from .errors import NodeInUseError, PrefixStoreError
 from .folder import Entry, Folder
-from .keys import MOST_TOKEN_IDS, as_keys, num_read_tokens, token_ids_of
+from .keys import MOST_TOKEN_IDS, num_read_tokens, token_ids_of
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,10 @@ class StoredPrompts:
         Raises:
             PrefixStoreFolderError: the folder cannot be read.
         """
-        entries = self._folder.entries()
-        by_id, continued = {each.node.id: each.node for each in entries}, {each.node.parent for each in entries}
         prompts = []
-        for last in entries:
-            way = [] if last.node.id in continued else way_to(last.node, by_id.get)
-            if way:
-                with contextlib.suppress(ValueError):  # of a description that cannot be read
-                    prompts.append(_listed(last, way))
+        for entry in self._folder.entries():
+            with contextlib.suppress(ValueError):  # of a description that cannot be read
+                prompts.append(_listed(entry))
         return prompts
 
     def remove(self, stored: StoredPrompt) -> None:
@@ -149,21 +144,20 @@ class StoredPrompts:
             raise PrefixStoreError(f"{stored.name} is not removed: a process reads it now.") from error
 
 
-def _listed(last: Entry, way: Sequence[Node]) -> StoredPrompt:
-    """Return a prompt by the way to its last node; `ValueError` if its description cannot be read."""
-    described, keys = Description.from_json(last.description), as_keys(b"".join(node.keys for node in way))
-    num_read = num_read_tokens(keys)
-    if num_read + len(described.rest) < len(keys):
-        raise ValueError(f"{last.node.name} does not have the ids of all its tokens.")
-    token_ids = np.concatenate([token_ids_of(keys[:num_read]), np.array(described.rest, np.int64)])
+def _listed(entry: Entry) -> StoredPrompt:
+    """Return a prompt; `ValueError` if its description cannot be read."""
+    described, num_read = Description.from_json(entry.description), num_read_tokens(entry.keys)
+    if num_read + len(described.rest) < len(entry.keys):
+        raise ValueError(f"{entry.name} does not have the ids of all its tokens.")
+    token_ids = np.concatenate([token_ids_of(entry.keys[:num_read]), np.array(described.rest, np.int64)])
     return StoredPrompt(
-        last.node.name,
+        entry.name,
         described.identity,
         described.model_name,
         described.title,
         token_ids,
         described.document_tokens if described.rest else len(token_ids),
-        sum(node.file_bytes for node in way),
-        last.last_use,
+        entry.num_bytes,
+        entry.last_use,
         described.details,
     )

@@ -30,8 +30,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..chat import AnswerSettings
 from .engine import Answered, Engine
-from .protocol import APIError, ChatRequest, Form, Limits, TextRequest, parsed
+from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
 
+# Bytes of a body for each token of the context, which are many, and for the rest; and of any body.
+_TOKEN_BYTES, _OTHER_BYTES, _MOST_BYTES = 64, 2**20, 2**26
 # Seconds without a piece after which a client is told that none has come yet.
 _SILENCE = 5.0
 # A body has so many seconds, and one more for each of so many bytes that have come.
@@ -60,7 +62,6 @@ class Server(uvicorn.Server):
         engine: answers.
         name: of the model, as clients are told.
         settings: of answers, for what a request does not say.
-        limits: of a request.
         host: name or address that the server was told to listen at.
         api_key: that clients have to send; `None` for no key.
         waiting: requests that may wait for their turn.
@@ -76,13 +77,12 @@ class Server(uvicorn.Server):
         name: str,
         settings: AnswerSettings,
         *,
-        limits: Limits,
         host: str,
         api_key: str | None,
         waiting: int,
         leave: Callable[[], None],
     ):
-        self._engine, self._settings, self._limits = engine, settings, limits
+        self._engine, self._settings = engine, settings
         self._name = name.encode(errors="replace").decode()  # of a folder, which need not be UTF-8
         self._api_key, self._leave = api_key, leave
         self._hosts = {"localhost", host.lower(), socket.gethostname().lower()}
@@ -158,7 +158,8 @@ class Server(uvicorn.Server):
 
     async def _body(self, request: HTTPRequest) -> bytes:
         """Return the body of a request, which has a limit, and comes without long pauses."""
-        most, begin, body = self._limits.body_bytes, asyncio.get_running_loop().time(), bytearray()
+        most = min(_MOST_BYTES, _OTHER_BYTES + _TOKEN_BYTES * self._engine.context)
+        begin, body = asyncio.get_running_loop().time(), bytearray()
         too_large = APIError(413, f"The body has more than {most:,} bytes: the model's context has no room for it.")
         if int(request.headers.get("content-length", 0)) > most:
             raise too_large
@@ -178,7 +179,7 @@ class Server(uvicorn.Server):
         with contextlib.ExitStack() as place:
             self._take(place)
             # Beside the loop, which others wait for.
-            asked = await asyncio.to_thread(parsed, kind, await self._body(request), self._limits)
+            asked = await asyncio.to_thread(parsed, kind, await self._body(request))
             if asked.model not in ("", self._name):
                 message = f"There is no model {asked.model[:_LONGEST_NAME]!r}: this server has {self._name!r}."
                 raise APIError(404, message, "model_not_found", "model")

@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from time import perf_counter
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,10 +13,10 @@ from ..chat import (
     AnswerSettings,
     Asked,
     ChatTemplate,
+    Generation,
     Generator,
     PromptError,
-    Rows,
-    States,
+    TrackedCache,
     cache_maker,
     context_length,
     is_out_of_memory,
@@ -56,6 +55,9 @@ class Engine:
         cache: name of the caches, as `Chat` takes it.
         bits: of their keys and values, likewise.
         cpu_decode: of them, likewise.
+
+    Attributes:
+        context: tokens of the model's context.
     """
 
     def __init__(
@@ -72,11 +74,12 @@ class Engine:
     ):
         self._model, self._store, self._remark = model, store, remark
         self._template, self._generator = ChatTemplate(tokenizer), Generator(model, tokenizer)
-        self._context, self._make = context_length(model), cache_maker(cache, model, bits, cpu_decode)
+        self._make, self.context = cache_maker(cache, model, bits, cpu_decode), context_length(model)
+        self._most_characters = self.context * max(map(len, tokenizer.get_vocab()))
         self._details = {"cache": cache, "bits": bits}
         self._memory_bytes = available_host_bytes() // _SHARE if memory_bytes is None else memory_bytes
         # The one used last is the last.
-        self._held = list[States]()
+        self._held = list[TrackedCache]()
         self._has_failed_to_keep = False
         self._require_wanted: Callable[[], None] = lambda: None
 
@@ -108,39 +111,40 @@ class Engine:
             raise APIError(503, message, "out_of_memory") from error
 
     def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
-        start, rows = perf_counter(), Rows()
-        template = self._template
+        template, texts = self._template, [prompt] if isinstance(prompt, str) else [text for _, text in prompt]
+        if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
+            raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
-        asked = Asked.of("", token_ids, self._context)
+        made = Generation([Asked.of("", token_ids, self.context)], settings)
         states = self._taken(token_ids, shared)
         try:
-            with states.whole_afterwards():
-                cached = self._begun(states, token_ids, shared)
-                states.read(token_ids[:-1])
-                states.keep_checkpoint()
-            limited = replace(settings, max_new_tokens=min(settings.max_new_tokens, asked.room))
-            pieces = states.answer(token_ids, self._generator, limited, rows)
-            with contextlib.closing(pieces):
+            cached = self._begun(states, token_ids, shared)
+            states.read(token_ids[:-1])
+            states.keep_checkpoint()
+            with contextlib.closing(states.answer(self._generator, made)) as pieces:
                 for piece in pieces:
                     self._require_wanted()
                     if piece:
                         yield piece
         finally:
             self._hold(states)
-        yield Answered(self._generator.answer_to(asked, rows, 0, settings, start), cached)
+        [answer] = self._generator.answers(made)
+        yield Answered(answer, cached)
 
-    def _taken(self, token_ids: list[int], shared: int) -> States:
+    def _taken(self, token_ids: list[int], shared: int) -> TrackedCache:
         """Take a cache out of memory that saves more by what it has of a prompt than it loses, or make a new one."""
-        new = States(self._model, self._make, lambda _: self._require_wanted())
+        new = TrackedCache(self._model, self._make, lambda _: self._require_wanted())
+        assert isinstance(new.cache, HybridCache)
         commons = [num_common(states.token_ids, token_ids) for states in self._held]
         if commons:
             best = max(range(len(commons)), key=commons.__getitem__)
-            stored = self._from_store(lambda: new.num_stored(self._store, token_ids, document_tokens=shared))
+            asked = partial(self._store.num_stored, self._model, token_ids, new.cache, document_tokens=shared)
+            stored = self._from_store(asked)
             if commons[best] - stored > self._held[best].num_tokens - commons[best]:
                 return self._held.pop(best)
         return new
 
-    def _begun(self, states: States, token_ids: list[int], shared: int) -> int:
+    def _begun(self, states: TrackedCache, token_ids: list[int], shared: int) -> int:
         """Read a prompt with the store into a cache that has nothing of it; return how many tokens are not computed."""
         if held := num_common(states.token_ids, token_ids[:-1]):
             return held
@@ -161,7 +165,7 @@ class Engine:
         self._has_failed_to_keep = False
         return told
 
-    def _hold(self, states: States) -> None:
+    def _hold(self, states: TrackedCache) -> None:
         """Let a cache stay in memory, without those used longest ago if all together are too large."""
         if states.num_tokens:
             self._held.append(states)
@@ -169,7 +173,7 @@ class Engine:
             del self._held[0]
 
 
-def _num_bytes(states: States) -> int:
+def _num_bytes(states: TrackedCache) -> int:
     assert isinstance(states.cache, HybridCache)
     held = states.cache.memory()
     return held.host_bytes + held.device_bytes

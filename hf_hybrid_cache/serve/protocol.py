@@ -2,19 +2,15 @@
 
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chat import Answer, AnswerSettings, SettingError
-from ..chat.prompts import context_length
 from ..errors import HybridCacheError
 
 _RETRY_SECONDS = 5
-# Bytes of a body for each token of the context, which are many, and for the rest; and of any body.
-_TOKEN_BYTES, _OTHER_BYTES, _MOST_BYTES = 64, 2**20, 2**26
 _MOST_MESSAGES = 2**14
 # Fields that are taken with their neutral value alone.
 _NEUTRAL = {
@@ -52,41 +48,6 @@ class APIError(HybridCacheError, RuntimeError):
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """
-    The limits of a request, which are known before it is tokenized.
-
-    Attributes:
-        context: tokens of the model's context.
-        token_characters: of the longest token of the vocabulary.
-    """
-
-    context: int
-    token_characters: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "Limits":
-        """Return the limits of a model's requests."""
-        return cls(context_length(model), max(map(len, tokenizer.get_vocab())))
-
-    @property
-    def body_bytes(self) -> int:
-        """The bytes that a body may have."""
-        return min(_MOST_BYTES, _OTHER_BYTES + _TOKEN_BYTES * self.context)
-
-    def require_fitting(self, prompt: tuple[tuple[str, str], ...] | str) -> None:
-        """Raise `APIError` if a conversation, or a text, fits the context with none of the vocabulary's tokens."""
-        texts = [prompt] if isinstance(prompt, str) else [text for _, text in prompt]
-        num_characters, most = sum(map(len, texts)), self.context * self.token_characters
-        if num_characters > most:
-            message = (
-                f"The prompt has {num_characters:,} characters, and the model's context is {self.context:,} tokens of "
-                f"up to {self.token_characters:,}: shorten it."
-            )
-            raise APIError(400, message, "invalid_prompt")
 
 
 class _Strict(BaseModel):
@@ -211,10 +172,10 @@ class TextRequest(Request):
     suffix: Annotated[str, Field(max_length=0)] = ""
 
 
-def parsed(kind: type[ChatRequest] | type[TextRequest], body: bytes, limits: Limits) -> ChatRequest | TextRequest:
-    """Return the request that a body of JSON is; raises `APIError` if it is none, or beyond the limits."""
+def parsed(kind: type[ChatRequest] | type[TextRequest], body: bytes) -> ChatRequest | TextRequest:
+    """Return the request that a body of JSON is; raises `APIError` if it is none."""
     try:
-        request = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(map(str, first["loc"])) or None
@@ -222,8 +183,6 @@ def parsed(kind: type[ChatRequest] | type[TextRequest], body: bytes, limits: Lim
             raise APIError(400, f"{name!r} is not supported: leave it out.", "unsupported_parameter", name) from error
         where = "The request" if name is None else repr(name)
         raise APIError(400, f"{where} is wrong: {first['msg']}.", "invalid_value", name) from error
-    limits.require_fitting(request.prompt)
-    return request
 
 
 class Form:

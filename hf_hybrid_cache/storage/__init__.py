@@ -12,7 +12,6 @@ from .memory.host_memory import (
     ExpectedLength,
     HostBudget,
     HostMemoryError,
-    address_space_is_limited,
     available_host_bytes,
     require_host_bytes,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "Streamed",
     "Streams",
     "TokenBuffer",
-    "address_space_is_limited",
     "available_host_bytes",
     "can_page_lock",
     "give_back_file_pages",

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -95,7 +95,10 @@ class LayerStates(TokenStore):
         is_in_one_run: all tokens are in one run, so that nothing is put together.
         streamed: the run that grows with the sequence, if it is streamed to the device.
         is_staged: the last tokens were stored for a use on the device.
+        blocks: the record of the tokens in host memory that kernels read; attention makes it and keeps it true.
     """
+
+    blocks: Any = None
 
     def __init__(
         self,

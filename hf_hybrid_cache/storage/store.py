@@ -132,14 +132,9 @@ class Store(LayerStates):
             return 0
         try:
             dense.reserve(held + 1)
-        except HostMemoryError:  # whoever stores the token says what would fit
+        except HostMemoryError:  # whoever stores the token raises it
             return 0
         return min(until_border, dense.num_free, GRANULE - held % GRANULE)
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """The objects that are others once tokens are elsewhere: the borders, and the memory of `dense`."""
-        return self.layout, self.dense, self.dense.keys.held
 
     def note_written(self) -> None:
         """Count one more token of each sequence, which was written in its place, see `make_place`."""

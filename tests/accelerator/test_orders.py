@@ -20,12 +20,11 @@ from hf_hybrid_cache.storage import (
     streams_for,
 )
 from hf_hybrid_cache.storage.runs.streamed import Slot
-from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams, Streams
+from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams
 
 import simulated
 from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
 
-STEPS = (70, 1, 65, 1)
 PLACEMENTS = {
     "prefetch": Placement(offload=True),
     "no prefetch": Placement(offload=True, prefetch_layers=0),
@@ -61,7 +60,7 @@ def fill(cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: b
     return given
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @all_orders
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -142,27 +141,6 @@ def test_a_slot_dropped_with_a_copy_under_way_harms_nobody(direction: str, order
         torch.accelerator.synchronize()
         assert not any(result.any() for result in results)
         assert torch.equal(host, torch.full_like(host, 1.0 if direction == "to the device" else 2.0))
-
-
-@all_orders
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("has_streams", [True, False])
-def test_states_of_layers_whose_buffers_grow_survive_reordering(
-    has_streams: bool, placement: str, order: str, monkeypatch: pytest.MonkeyPatch
-):
-    """A device may have no streams: then the host waits for copies."""
-    if not has_streams:
-        monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", Streams)
-    ours, plain = make_cache(placement, host_tokens=70), DynamicCache(config=CONFIG)
-    given, expected = [], []
-    with in_order(order):
-        for _ in range(2):
-            given += fill(ours, STEPS)
-            expected += fill(plain, STEPS, on_device=False)
-            for each in (ours, plain):
-                each.reorder_cache(torch.tensor([1, 0]))
-        torch.accelerator.synchronize()
-    assert all(map(torch.equal, given, expected))
 
 
 @all_orders

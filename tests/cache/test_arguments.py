@@ -68,7 +68,15 @@ REFUSED: list[tuple[Make, str]] = [
     (offloaded(cpu_decode=1.0), "For all tokens in host memory use True, for none False"),
     (offloaded(cpu_decode=-0.5), "is not a share between 0 and 1"),
     (offloaded(cpu_decode=float("nan")), "is not a share between 0 and 1"),
-    (offloaded(cpu_decode="all"), "a share between 0 and 1 or a collection"),
+    *(
+        (lambda each=each: Placement(cpu_decode=each), "True, False, None, a share between 0 and 1 or a collection of")
+        for each in ("all", 3, [-1], [True], ["0"], [0.5])
+    ),
+    *(
+        (lambda make=make: make(CONFIG, cpu_decode=[0, 1]), r"config, placement=Placement\(cpu_decode=\[0, 1\]\)")
+        for make in (DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache)
+    ),
+    (hybrid(placement=Placement(cpu_decode=[0, 9, 4])), r"layers \[4, 9\]; the model's full-attention layers are \[0"),
     (lambda: Placement(cpu_decode=True, adapts=True), "pass one, such as cpu_decode=0.5"),
     (quantized(device_tokens=512), "Pass offload=True or cpu_decode=True"),
     (lambda: Placement(device_tokens=512), "all tokens would be on the device"),

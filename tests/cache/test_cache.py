@@ -85,7 +85,7 @@ def bytes_of(buffers: list[weakref.ref]) -> int:
     return sum(buffer.num_bytes for reference in buffers if (buffer := reference()) is not None)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("operation", ["reset", "to", "repeat and reset", "drop"])
 @pytest.mark.parametrize("place", sorted(ALL))
 def test_all_buffers_are_gone_at_once_after_a_reset_or_a_move(place: str, operation: str):
@@ -110,15 +110,6 @@ def test_all_buffers_are_gone_at_once_after_a_reset_or_a_move(place: str, operat
         assert bytes_of(before) == 0
     finally:
         gc.enable()
-
-
-def test_a_cache_after_reset_is_as_new_and_serves_other_inputs(cache: HybridCache):
-    empty = cache.memory()
-    assert (empty.device_bytes, empty.host_bytes, empty.num_tokens, empty.bytes_per_token) == (0, 0, 0, 0.0)
-    fill(cache).reset()
-    assert cache.memory() == empty
-    assert cache.stats.bytes_to_host == cache.get_seq_length() == 0
-    assert fill(cache, (3, 2, 7, 16)).get_seq_length() == 7
 
 
 @pytest.mark.filterwarnings("ignore:Host memory will end")

@@ -148,7 +148,7 @@ def test_templates_that_change_questions_are_refused():
     [CHATML.replace("message['content']", "message['content'] | trim"), "Be kind.\n" + CHATML, None],
     ids=["trims", "adds a message", "none"],
 )
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])
 def test_any_template_has_answers_of_generate(has_document: bool, template: str | None):
     tokenizer = templates(template)
@@ -168,7 +168,7 @@ def test_any_template_has_answers_of_generate(has_document: bool, template: str 
     assert answers[0].token_ids == said(chat, QUESTIONS[0])[:5]
 
 
-@search_at_random(200, 20_000)
+@search_at_random(40)
 @given(st.lists(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=5).map("".join), min_size=1, max_size=4))
 @pytest.mark.parametrize("strips", [False, True])
 def test_special_tokens_come_from_the_template_alone(strips: bool, texts: list[str]):

@@ -7,8 +7,6 @@ Commands of `hf-hybrid-cache`: in this process, or where it matters what a proce
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,16 +70,3 @@ assert not {HEAVY} & set(sys.modules)
     assert done.returncode == 0, done.stderr
     pairs = zip(done.stdout.split(MARK)[:-1], done.stderr.split(MARK)[:-1], strict=True)
     return [Ended(int(out[-1]), out[:-1], said[:-1]) for out, said in pairs]
-
-
-def started(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """Start a command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "hf_hybrid_cache.cli", *map(str, arguments)],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        # Where tests run in the background of a shell, interrupts would be ignored by inheritance.
-        preexec_fn=None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )

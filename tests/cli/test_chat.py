@@ -105,14 +105,6 @@ def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
     assert re.search(r"back to \d+ tokens", talk.stderr)
 
 
-def test_stats_tell_tokens_and_speed(model: Path, report: Path):
-    talk = converse(model, ["--document", report, "--weights", "8"], "Who?", "/stats")
-    assert re.search(r"\d+ of 65,536 tokens are taken", talk.stderr)
-    assert re.search(r"weights [\d.]+ MiB in 8 bits\n", talk.stderr)
-    assert re.search(r"last answer: first token after [\d.]+ s, [\d.]+ tokens/s after it", talk.stderr)
-    assert "are read before the next answer" not in talk.stderr
-
-
 # Documents
 
 

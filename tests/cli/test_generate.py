@@ -1,8 +1,6 @@
 """`generate`: a question, alone or about documents, in this process where that is enough."""
 
 import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from hf_hybrid_cache import AnswerSettings, Chat, QuantizedWeightsConfig, models
 from hf_hybrid_cache.chat import ChatTemplate
 from hf_hybrid_cache.prefix_store import PrefixStore
 
-from .commands import SHORT, error_of, lines, run, started
-from .terminals import CONTROL_SEQUENCE, Terminal
+from .commands import SHORT, error_of, lines, run
 from common.slow import slow
 from models.byte_tokenizer import model_in
 from models.expert_models import expert_model
@@ -222,31 +219,3 @@ def test_weights_and_experts_that_a_model_cannot_have_are_refused(model: Path, m
     for device in ([], ["--device", "cuda"]):
         error = error_of(*asked, "--weights", "4", *device)
         assert "--weights 4 is for a model on the CPU, and this one would be on cuda" in error
-
-
-# Processes
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_an_interrupt_ends_quietly_with_exit_code_130(model: Path, report: Path):
-    asked = ["--document", report, "--question", "Who?", "--max-new-tokens", "50000"]
-    running = started("generate", "--model", model, "--device", "cpu", *asked)
-    assert running.stderr
-    for line in running.stderr:
-        if line.startswith("document"):
-            break
-    running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=120)
-    assert (running.returncode, stderr) == (130, "")
-
-
-@pytest.mark.slow
-def test_quiet_shows_the_answer_alone_also_at_a_terminal(model: Path, report: Path):
-    command = ["generate", "--model", model, *SHORT, "--prompt-file", report, "--max-new-tokens", 5, "--quiet"]
-    answer = run(*command)
-    assert answer.stderr == ""
-    assert answer.stdout.strip()
-    with Terminal("-m", "hf_hybrid_cache.cli", *command) as terminal:
-        shown = terminal.wait_for("\n")
-        assert terminal.exit_code() == 0
-    assert CONTROL_SEQUENCE.sub("", shown + "\n") == CONTROL_SEQUENCE.sub("", answer.stdout)

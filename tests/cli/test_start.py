@@ -12,13 +12,10 @@ import pytest
 import typer
 from rich.console import Console
 
-import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError
 from hf_hybrid_cache.cli import let_waiting_threads_sleep
 from hf_hybrid_cache.cli.console import consoles, exit_codes, write
 from hf_hybrid_cache.errors import HybridCacheError
-
-from .commands import run
 
 # The main thread waits for a thread that computes, as it does while a model answers.
 WAITING = """
@@ -94,11 +91,6 @@ def test_waiting_threads_sleep_where_others_are_busy_unless_chosen(
 )
 def test_a_command_that_cannot_begin_says_so_in_a_sentence(command: str, code: int, message: str):
     assert ended("sh", "-c", f"exec {sys.executable} {command}") == (code, "", message)
-
-
-def test_version_and_help_are_printed():
-    assert run("--version").stdout.strip() == hf_hybrid_cache.__version__
-    assert "--compare" in run("generate", "--help").stdout
 
 
 @pytest.mark.parametrize(

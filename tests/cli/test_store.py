@@ -47,24 +47,15 @@ def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path
     assert [each["title"] for each in fields] == list(reversed(TITLES))
     assert (first["kind"], first["tokens"], first["document_tokens"]) == ("conversation", 205, 200)
     assert (first["model"], first["weights"], first["cache"], first["bits"]) == ("/models/tiny", 4, "quantized", 8)
-    assert sum(each["bytes"] for each in fields) == sum(each.stat().st_size for each in (folder / "nodes").iterdir())
+    assert sum(each["bytes"] for each in fields) == sum(each.stat().st_size for each in folder.glob("*/*.safetensors"))
     shown = ["1", first["id"][:8], "conversation", "tiny", "4", "bits", "8", "bits", "205"]
     assert rows[0].split()[: len(shown)] == shown
     assert rows[2].endswith("日本.txt: Who?")
 
 
-def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path: Path):
-    model = tiny_model("llama")
-    cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200)
-    PrefixStore(tmp_path).prefill(model, prompt, cache, document_tokens=200, progress=False)
-    heading, _ = run("store", tmp_path).stdout.splitlines()
-    assert heading.split() == [each for each in HEADINGS if each not in ("weights", "cache", "title")]
-    assert listed(tmp_path)[0]["bits"] is None
-
-
 def test_list_when_times_are_0_and_names_are_not_utf_8_then_has_all(folder: Path):
     named = folder.rename(os.fsdecode(bytes(folder) + b"-\xe9"))
-    for path in (named / "nodes").iterdir():
+    for path in named.glob("*/*.safetensors"):
         os.utime(path, (0, 0))
     assert sorted(each["title"] for each in listed(named)) == sorted(TITLES)
     assert "damaged files: 0" in run("store", named, "--verify").stderr
@@ -95,14 +86,14 @@ def test_all_are_removed_only_at_a_yes(folder: Path):
             assert terminal.exit_code() == code
         assert len(listed(folder)) == left
     run("store", folder, "--remove-all", "--yes")
-    assert list((folder / "nodes").iterdir()) == []
+    assert list(folder.glob("*/*.safetensors")) == []
     assert "keeps nothing" in run("store", folder).stderr
 
 
 @pytest.mark.filterwarnings("default:.* was removed from the store")
 def test_files_when_verified_then_damaged_ones_are_removed(folder: Path):
     assert "damaged files: 0" in run("store", folder, "--verify").stderr
-    for path in (folder / "nodes").iterdir():
+    for path in folder.glob("*/*.safetensors"):
         path.write_bytes(path.read_bytes()[:-9] + b"altered!!")
     run("store", folder, "--verify", code=1)
     assert listed(folder) == []

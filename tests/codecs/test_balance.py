@@ -40,7 +40,7 @@ def fitted(bits: int, states: torch.Tensor, queries: torch.Tensor | None, role: 
     return result
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])
@@ -97,7 +97,7 @@ def output_error(bits: int, values: torch.Tensor, mixture: torch.Tensor) -> floa
     return float(((decoded - given).double() @ torch.linalg.inv(mixture.double())).square().mean())
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("condition", [1, 10, 100])

@@ -19,18 +19,13 @@ BITS = [8, 4, 2]
 class MinMaxContract(CodecContract):
     bits: ClassVar[int]
     rotate: ClassVar[bool] = False
-    group_size: ClassVar[int] = 64
 
     def make(self) -> KVCodec:
-        return minmax(self.bits, self.group_size, rotate=self.rotate)
+        return minmax(self.bits, rotate=self.rotate)
 
 
 class TestOf8Bits(MinMaxContract):
     bits, error = 8, 0.02
-
-
-class TestRotatedOf8Bits(TestOf8Bits):
-    rotate = True
 
 
 class TestOf4Bits(MinMaxContract):
@@ -39,10 +34,6 @@ class TestOf4Bits(MinMaxContract):
 
 class TestRotatedOf4Bits(TestOf4Bits):
     rotate = True
-
-
-class TestOf4BitsInSmallGroups(TestOf4Bits):
-    group_size = 16
 
 
 class TestOf2Bits(MinMaxContract):
@@ -84,7 +75,7 @@ def test_codes_of_quanto_when_decoded_then_are_numbers_of_quanto(bits: int):
     assert torch.equal(read(codec, given), (scale * codes - shift).T.reshape(given.shape))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 24, 128, 130])
 @pytest.mark.parametrize("group_size", [16, 64])

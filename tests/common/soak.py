@@ -1,35 +1,29 @@
-"""
-The effort of tests that search at random, and a record of what they did.
+"""The effort of tests that search at random, little by default and much in a soak, and what was done in one."""
 
-Little in `make test`, more with `--thorough` (`make test-all`), and much with `--soak` (`make soak`).
-"""
-
-import math
 import os
 from collections import Counter
 
 from hypothesis import HealthCheck, settings
 
-_EFFORT = "HF_HYBRID_CACHE_TEST_EFFORT"
-_BRIEF_SHARE = 1 / 5
+_IS_SOAKING = "HF_HYBRID_CACHE_TEST_SOAK"
+_TIMES_AS_MUCH = 50
 _done: Counter[str] = Counter()
 
 
-def set_effort(effort: str) -> None:
-    """Set the effort of this process and its children: "brief", "thorough" or "soak"."""
-    os.environ[_EFFORT] = effort
+def begin() -> None:
+    """Let searches of this process and its children be long."""
+    os.environ[_IS_SOAKING] = "1"
 
 
-def budget(thorough: int, soak: int) -> int:
-    """Return the number of examples that a test may take."""
-    effort = os.environ.get(_EFFORT, "brief")
-    return {"brief": math.ceil(thorough * _BRIEF_SHARE), "thorough": thorough, "soak": soak}[effort]
+def budget(number: int) -> int:
+    """Return how many examples a test may take: this number, and fifty times as many in a soak."""
+    return number * (_TIMES_AS_MUCH if _IS_SOAKING in os.environ else 1)
 
 
-def search_at_random(thorough: int, soak: int, **options: int) -> settings:
+def search_at_random(examples: int, **options: int) -> settings:
     """Return Hypothesis' settings for a search over inputs or sequences of steps."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=budget(thorough, soak), suppress_health_check=checks, **options)
+    return settings(max_examples=budget(examples), suppress_health_check=checks, **options)
 
 
 def count(what: str, number: int = 1) -> None:

@@ -89,7 +89,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @each_cache
 @pytest.mark.parametrize(
     ("way", "family"),

@@ -245,7 +245,7 @@ class DecodesOnCpu:
         tokens = decode(model, ids, custom_generate=self.decoder(), **options, **theirs(model.device))
         assert torch.equal(tokens.cpu(), plain(model, ids, **options, **theirs(torch.device("cpu"))))
 
-    @pytest.mark.covering(1)
+    @pytest.mark.default("values")
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("keep_weights", [False, True])
     @pytest.mark.parametrize(

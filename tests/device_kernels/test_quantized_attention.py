@@ -79,7 +79,7 @@ CODECS = {str(bits): minmax(bits, sink_tokens=0, rotate=True) for bits in (8, 4,
 CODECS["scaled"] = channel_scaled(minmax(4, sink_tokens=0), llama().num_key_value_heads, 16, 16)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("codec", slow_but(["(4, 2)", "scaled"], CODECS))
 def test_logits_are_those_of_the_codes_and_no_states_are_assembled(device, launches, codec: str, place: str):
@@ -92,7 +92,7 @@ def test_logits_are_those_of_the_codes_and_no_states_are_assembled(device, launc
     assert [scratch.num_bytes for scratch in ours._stores.scratches.values()] == [0]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "family", slow_but(["gemma4_shared"], ["gemma3", "gemma4_shared", "qwen3_next", "deepseek_v3"])
@@ -124,7 +124,7 @@ MODES = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", slow_but(["batch", "prompt_lookup"], MODES))
 def test_tokens_of_every_mode_are_those_of_states_that_are_put_together(launches, device, mode: str, place: str):

@@ -11,7 +11,7 @@ from kernels import calls
 from kernels.reference import Case, as_torch_mask, attention, hadamard, random_masks
 
 from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
-from hf_hybrid_cache.kernels import BLOCK, PackedLayout
+from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout
 
 from common.slow import slow_but
 from common.soak import search_at_random
@@ -92,22 +92,6 @@ def check(
     return splits
 
 
-OF_BITS = [
-    {"bits": bits, "is_rotated": is_rotated, "group": 4}
-    for bits in [(4, 4), (8, 2), (8, 8), (2, 2), (4, 2), (2, 8)]
-    for is_rotated in (True, False)
-]
-OF_DIMS = [
-    {"dims": dims, "lanes": lanes, "coded": 1} for dims in [(80, 96), (128, 64), (256, 256)] for lanes in (64, 32)
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", slow_but([*OF_BITS[:4], *OF_DIMS[:3]], OF_BITS + OF_DIMS), ids=str)
-def test_codes_and_states_are_attended_to_as_in_float64(device, form: dict[str, Any], dtype: torch.dtype):
-    check(make(device, dtype=dtype, **form), dtype)
-
-
 @pytest.mark.parametrize(("first", "coded", "last"), [(0, 0, 1), (1, 0, 1), (0, 1, 64), (2, 33, 127), (0, 3, 65)])
 def test_ends_and_codes_of_any_length_are_split_into_parts(device, first: int, coded: int, last: int):
     splits = check(make(device, last, first=first, coded=coded, dims=(16, 16)))
@@ -115,27 +99,34 @@ def test_ends_and_codes_of_any_length_are_split_into_parts(device, first: int, c
     assert num_splits > 3 if coded == 33 else num_splits == 1 or coded
 
 
-@given(st.data())
-@search_at_random(30, 2000)
-def test_any_mask_of_any_queries_is_followed(device, data):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@search_at_random(15)
+@given(data=st.data())
+def test_codes_and_states_are_attended_to_under_any_mask_as_in_float64(device, dtype: torch.dtype, data: st.DataObject):
+    is_wide = data.draw(st.integers(0, 4)) == 0
     made = make(
         device,
         first=data.draw(st.integers(0, 2)),
-        coded=data.draw(st.integers(0, 4)),
+        coded=data.draw(st.integers(0, 1 if is_wide else 4)),
         last=data.draw(st.integers(1, 130)),
         batch=data.draw(st.integers(1, 2)),
         num_kv_heads=data.draw(st.integers(1, 2)),
         group=data.draw(st.sampled_from([1, 3, 8])),
         length=data.draw(st.sampled_from([1, 2, 7])),
-        dims=(16, 32),
-        bits=data.draw(st.sampled_from([(8, 8), (4, 4), (4, 2), (2, 2)])),
+        dims=data.draw(st.sampled_from([(80, 96), (128, 64), (256, 256)])) if is_wide else (16, 32),
+        lanes=data.draw(st.sampled_from([64, 32])),
+        bits=(data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from(BITS))),
+        is_rotated=data.draw(st.booleans()),
+        dtype=dtype,
         is_streamed=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 99)),
     )
     # Queries in the middle of a prompt come with a mask, so that there is no flag for them.
     masks = random_masks(data.draw, made.case, seed=1)
-    mask = as_torch_mask(made.case, **masks)
-    check(made, masks=masks, mask=None if mask is None else mask.to(device))
+    if "bias" in masks:
+        masks["bias"] = torch.from_numpy(masks["bias"]).to(dtype).float().numpy()
+    mask = as_torch_mask(made.case, dtype, **masks)
+    check(made, dtype, masks, None if mask is None else mask.to(device))
 
 
 def test_where_nothing_is_seen_the_result_is_zero(device):

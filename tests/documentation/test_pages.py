@@ -6,7 +6,6 @@ Examples on pages, and commands, are run by `test_documentation.py`; links and a
 
 import ast
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -88,22 +87,13 @@ def test_the_caches_have_few_options_and_describe_each():
 @cache
 def nodes() -> tuple[tuple[str, Documented], ...]:
     """Return all modules, classes and functions with the paths of their files."""
-    paths = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*"))]
+    paths = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
     return tuple(
         (path.relative_to(REPOSITORY).as_posix(), node)
         for path in paths
-        if path.suffix in (".py", ".ipynb") and "_build" not in path.parts
-        for node in ast.walk(ast.parse(source_of(path)))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, Documented)
     )
-
-
-def source_of(path: Path) -> str:
-    """Return the source of a module, or of all code cells of a notebook."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return text
-    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
 
 
 def fragments() -> Iterator[str]:

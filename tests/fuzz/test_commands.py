@@ -91,7 +91,7 @@ STARTS = (
 )
 
 
-@search_at_random(80, 1200)
+@search_at_random(16)
 @given(data=st.data(), start=st.sampled_from(STARTS))
 def test_a_command_answers_or_says_what_is_wrong(data: st.DataObject, start: str, folder: Path):
     command, *arguments = start.split()
@@ -106,7 +106,7 @@ def test_every_option_tells_odd_values_from_good_ones(command: str, folder: Path
             check(command, [*start, option.opts[0], value])
 
 
-@search_at_random(40, 500)
+@search_at_random(8)
 @given(content=st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode())))
 @example(content=b"\xef\xbb\xbf")
 @example(content=b"w1 \xff")

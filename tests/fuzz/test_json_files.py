@@ -23,7 +23,7 @@ def of_a_size_that_can_be_built(content: Any) -> bool:
     return not isinstance(content, dict) or content.get("num_hidden_layers") in (None, *range(-3, 10))
 
 
-@search_at_random(20, 1000)
+@search_at_random(4)
 @given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
 def test_a_config_is_refused_in_one_line_or_gives_plans_and_a_model(
     data: st.DataObject, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@search_at_random(125, 2500)
+@search_at_random(25)
 @given(data=st.data(), name=st.sampled_from([*PLACEMENTS]))
 def test_a_forged_node_is_not_used_or_can_be_gone_on_from(data: st.DataObject, name: str, stored: Path, tmp_path: Path):
     shutil.rmtree(tmp_path / "store", ignore_errors=True)

@@ -11,7 +11,7 @@ from hf_hybrid_cache.byte_sizes import parse_bandwidth, parse_bytes, parse_token
 from common.soak import search_at_random
 
 pytestmark = pytest.mark.soak
-SearchAtRandom = search_at_random(60, 4000)
+SearchAtRandom = search_at_random(12)
 ANY_TEXT = st.one_of(
     st.text(st.characters()),
     st.from_regex(r"[0-9.,_eE+-]{0,30} ?[kKmMgGtTpP\u212a]?[iI\u0131]?[bB]?(/s)?", fullmatch=True),

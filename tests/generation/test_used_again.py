@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import (
     EncoderDecoderCache,
     Phi3Config,
@@ -66,20 +64,6 @@ def test_used_cache_when_asked_a_shorter_prompt_then_refuses(way: str):
         with pytest.raises(ValueError, match=r"the cache holds 100 tokens already.*Use a new cache"):
             model.generate(random_prompt(1, 120), **cache_argument(cache), prompt_lookup_num_tokens=3, **options)
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, keys, strict=True))
-
-
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"beams"}))  # beams would need the cache repeated before
-def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
-    if way == "chunks" and Version(transformers.__version__) < Version("5.21"):
-        pytest.skip("this transformers takes chunks from the start of the prompt, whatever a cache holds")
-    model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
-    prompt, options = random_prompt(1, 120), {"max_new_tokens": 6} | WAYS[way]
-    with torch.no_grad():
-        model(prompt[:, :70], **cache_argument(cache))
-    torch.manual_seed(0)
-    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(prompt, **cache_argument(cache), **options), expected)
 
 
 @pytest.mark.parametrize("is_of_the_call", [True, False])

@@ -20,6 +20,7 @@ from hf_hybrid_cache.kernels import (
     PackedLayout,
     QuantizedBlocks,
     Shape,
+    StoredBlocks,
     Strided,
     WorkingMemory,
     Workspace,
@@ -60,9 +61,27 @@ class Stored(NamedTuple):
     values: np.ndarray
     codes: QuantizedBlocks | None = None
 
-    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
+    def blocks(self, num_tokens: int) -> "Recorded":
         keys = to_blocks(self.keys, transposed=True, width=self.keys.shape[3])
-        return keys, to_blocks(self.values, transposed=False, width=value_width(self.values.shape[3]))
+        values = to_blocks(self.values, transposed=False, width=value_width(self.values.shape[3]))
+        return Recorded(keys, values, num_tokens, self.keys.shape[1], self.values.shape[3], self.codes)
+
+
+class Recorded(StoredBlocks):
+    """A record that keeps the memory that it is of."""
+
+    def __init__(
+        self,
+        keys: np.ndarray,
+        values: np.ndarray,
+        num_tokens: int,
+        num_kv_heads: int,
+        value_dim: int,
+        codes: QuantizedBlocks | None = None,
+    ):
+        super().__init__()
+        self.write(keys, values, num_kv_heads, value_dim, codes, place=(keys, values, codes))
+        self.count(num_tokens)
 
 
 def make(
@@ -131,8 +150,7 @@ def workspace_of(case: Case, memory: WorkingMemory | None = None) -> Workspace:
 
 
 def attend_in(workspace: Workspace, case: Case, stored: Stored, scale: float = 0.125, **masks: Any) -> np.ndarray:
-    options = causal_as_visible(case, **masks)
-    return attend_to(workspace, case.query, *stored.blocks(), case.tokens, scale, quantized=stored.codes, **options)
+    return attend_to(workspace, case.query, stored.blocks(case.tokens), scale, **causal_as_visible(case, **masks))
 
 
 def attend_to(workspace: Workspace, query: np.ndarray, *arguments: Any, **options: Any) -> np.ndarray:
@@ -168,11 +186,10 @@ def attend_to_prompt(
     **masks: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend with many queries, in transformers' layout, one token after the other, and in the type of the keys."""
-    batch, heads, length, key_dim = case.query.shape
+    batch, heads, length, _ = case.query.shape
     query = torch.from_numpy(query_of_prompt(case, stored)).float().transpose(1, 2).contiguous()
     query = query.bfloat16() if stored.keys.dtype == np.uint16 else query
-    value_dim = case.values.shape[3]
-    out = torch.empty(batch, length, heads, value_dim, dtype=out_dtype)
+    out = torch.empty(batch, length, heads, case.values.shape[3], dtype=out_dtype)
     lse = np.empty((batch, heads, length), np.float32)
     visible, ranges = masks.get("visible"), np.array([[[[0, case.tokens]]]])
     if masks.get("causal"):
@@ -183,9 +200,8 @@ def attend_to_prompt(
         ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
         visible = visible if are_too_wide else None
     ends = (strided(each.transpose(1, 2)) for each in (query, out))
-    sizes = case.tokens, key_dim, value_dim, scale
     attend_many(
-        *ends, lse, *stored.blocks(), *sizes, ranges, visible, masks.get("bias"), stored.codes, memory, masks.get("cap")
+        *ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory, masks.get("cap")
     )
     return out.transpose(1, 2).float().numpy(), lse
 

@@ -31,7 +31,7 @@ def taken_apart(packed: np.ndarray, layout: PackedLayout, block: int, head: int)
 
 
 @pytest.mark.soak
-@search_at_random(120, 2000)
+@search_at_random(24)
 @given(data=st.data())
 def test_decoded_numbers_when_quantized_then_are_within_half_a_step(data: st.DataObject):
     draw = data.draw

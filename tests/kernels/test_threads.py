@@ -72,12 +72,6 @@ def test_thread_count_when_default_then_is_torchs_on_every_thread(many_cores: No
         assert torch.get_num_threads() == number
 
 
-def test_the_default_is_at_most_the_cores_of_a_socket(monkeypatch: pytest.MonkeyPatch, threads_of_torch: None):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    torch.set_num_threads(1024)
-    assert get_num_threads() == min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
-
-
 @pytest.mark.parametrize(
     ("lines", "files", "most"),
     [
@@ -286,18 +280,19 @@ def test_call_when_a_part_finds_no_memory_then_is_an_error_after_all_parts(parts
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timer")
-@pytest.mark.parametrize("pool", POOLS)
-def test_signal_in_a_kernel_when_it_raises_then_the_kernel_is_whole_first(pool: str):
-    if POOLS[pool]() is None:
-        pytest.skip("no OpenMP runtime with GNU's interface is in the process")
-    run_program(f"from kernels import test_threads; test_threads.check_signals(test_threads.POOLS[{pool!r}]())")
+def test_signal_in_a_kernel_when_it_raises_then_the_kernel_is_whole_first():
+    run_program("""
+from kernels import test_threads
+for pool in filter(None, (make() for make in test_threads.POOLS.values())):
+    test_threads.check_signals(pool)
+""")
 
 
 def check_signals(pool: parallel.Threads) -> None:
     """Let a signal come at random moments before, within and after a kernel, again and again."""
     memory = parallel.team_memory(pool, 3, 3)
     operations.team_of_kernels = lambda: Team(memory.ctypes.data, 3)
-    chain, generator = Chain([100_000]), random.Random(0)
+    chain, generator = Chain([30_000]), random.Random(0)
     chain.operations.run()
 
     def interrupt(*_: object) -> None:
@@ -307,7 +302,7 @@ def check_signals(pool: parallel.Threads) -> None:
     start, within = time.perf_counter(), 0
     chain.operations.run()
     longest = 1.5 * (time.perf_counter() - start)
-    for _ in range(60):
+    for _ in range(30):
         chain.counts[0][:] = 0
         is_running = False
         try:

@@ -71,7 +71,7 @@ def random_numbers(*shape: int, storage: str = "float32", seed: int = 0) -> tupl
 # --- quantized weights
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("bits", [8, 4])
@@ -215,7 +215,7 @@ def check(way: str, given: Weights, tokens: np.ndarray, bias: np.ndarray | None 
     assert (np.abs(as_float(given.run(tokens, bias, way=way)) - exact) <= most).all()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @EVERY_WAY
 @pytest.mark.parametrize("shape", [*SHAPES, (70, 1025)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 6, 8, 9, 21, 65])
@@ -273,7 +273,7 @@ def choices(num_tokens: int, of_token: int) -> np.ndarray:
     return chosen
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @EVERY_KIND
 @pytest.mark.parametrize("shape", [(1, 1), (16, 32), (17, 33), (50, 100), (130, 200), (40, 2048), (1100, 70)], ids=str)
 @pytest.mark.parametrize(("num_tokens", "of_token"), [(1, 1), (1, 4), (2, 3), (9, 2), (40, 6)])
@@ -389,7 +389,7 @@ def experts(
 
 # Hidden and gated columns straddle those of a vector, of a row's step and of a group. The last ones of tokens and their
 # choices are more than a thread gates at a time.
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @EVERY_KIND
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (33, 17), (100, 50), (96, 130), (256, 96)], ids=str)
 @pytest.mark.parametrize(("tokens", "of_token"), [(1, 1), (1, 4), (3, 2), (40, 6)])

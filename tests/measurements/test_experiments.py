@@ -1,7 +1,6 @@
 """Every experiment runs and keeps a complete record, and what several of them rely on is right."""
 
 import importlib
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -11,24 +10,23 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from experiments.common import reading
 from experiments.common.told_process import failure_of
-from experiments.peers import llama_cpp, peers
+from experiments.peers import peers
 from experiments.processes import busy_machine
 from experiments.quality import quality_caches
 from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from common.slow import slow
 from models.tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = "--buffer-mib 16"
 SMOLLM2 = f"--model smollm2-135m --contexts 40 {SMALL}"
-# Experiments with small settings, and the keys of their answers, by the modules that they need.
 # Experiments with small settings, by the modules that they need.
 EXPERIMENTS: dict[str, list[str]] = {
     "": [
@@ -63,52 +61,34 @@ EXPERIMENTS: dict[str, list[str]] = {
         f"peers.peers --engines ours-4 quanto-4 llama.cpp-f16 llama.cpp-q4_0 --contexts 40 80 --rounds 2 {SMALL}",
     ],
 }
-each_experiment = pytest.mark.parametrize(
-    ("command", "needed"),
-    [(command, needed) for needed, commands in EXPERIMENTS.items() for command in commands],
-    ids=lambda value: " ".join(value.split()[:3]),
-)
 # The others start processes, set the number of threads, or take long.
 IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention")
 
 
-def words_of(command: str, needed: str) -> list[str]:
-    for module in needed.split():
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}")
-    return shlex.split(command)
-
-
-@pytest.mark.slow
-@each_experiment
-def test_an_experiment_prints_its_answer_and_keeps_a_record(tmp_path: Path, command: str, needed: str):
-    experiment, *options = words_of(command, needed)
-    run = [sys.executable, "-m", f"experiments.{experiment}", *options, "--out", str(tmp_path)]
-    printed = subprocess.run(run, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
-    check_answer_and_record(printed, tmp_path, experiment)
-
-
-@each_experiment
-def test_an_experiment_answers_here_or_tells_its_options(
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        (command, needed) if command.startswith(IN_THIS_PROCESS) else slow(command, needed)
+        for needed, commands in EXPERIMENTS.items()
+        for command in commands
+    ],
+    ids=lambda value: " ".join(value.split()[:3]),
+)
+def test_an_experiment_prints_its_answer_and_keeps_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, needed: str
 ):
-    experiment, *options = words_of(command, needed)
-    module = importlib.import_module(f"experiments.{experiment}")
+    for module in needed.split():
+        pytest.importorskip(module)
+    experiment, *options = shlex.split(command)
+    run = [f"experiments.{experiment}", *options, "--out", str(tmp_path)]
     if experiment in IN_THIS_PROCESS:
-        monkeypatch.setattr(sys, "argv", [experiment, *options, "--out", str(tmp_path)])
-        module.main()
-        check_answer_and_record(capsys.readouterr().out, tmp_path, experiment)
+        monkeypatch.setattr(sys, "argv", run)
+        importlib.import_module(run[0]).main()
+        printed = capsys.readouterr().out
     else:
-        monkeypatch.setattr(sys, "argv", [experiment, "--help"])
-        with pytest.raises(SystemExit, match="0"):
-            module.main()
-        told = capsys.readouterr().out
-        assert all(option in told for option in options if option.startswith("--"))
-
-
-def check_answer_and_record(printed: str, folder: Path, experiment: str) -> None:
+        printed = subprocess.check_output([sys.executable, "-m", *run], cwd=REPOSITORY, text=True, timeout=300)
     assert json.loads(printed.splitlines()[-1])
-    (path,) = folder.iterdir()
+    (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     assert record["experiment"] == experiment.rpartition(".")[2]
     assert record["cells"]
@@ -123,16 +103,10 @@ def test_busy_processes_when_the_block_ends_then_end():
     assert not any(process.is_running() for process in started)
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("", None),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended by SIGILL"),
-        ("raise ValueError('no')", "ValueError: no"),
-    ],
-)
-def test_a_crash_in_a_process_of_its_own_becomes_a_reason(program: str, reason: str | None):
-    assert failure_of([sys.executable, "-c", program]) == reason
+def test_a_crash_in_a_process_of_its_own_becomes_a_reason():
+    crash, failure = "import os; os.kill(os.getpid(), 4)", "raise ValueError('no')"
+    ends = {"": None, crash: "ended by SIGILL", failure: "ValueError: no"}
+    assert {program: failure_of([sys.executable, "-c", program]) for program in ends} == ends
 
 
 def test_reading_on_when_in_full_precision_then_agrees_with_one_pass():
@@ -197,19 +171,3 @@ def test_steps_of_a_busy_machine_are_compared_with_quiet_and_default():
     assert [cell["times_quiet"]["ours"] for cell in cells] == [1, 3, 1, 1.5]
     assert [cell["times_default"]["stock"] for cell in cells] == [1, 1, 1, 0.5]
     assert [cell["times_stock"]["ours"] for cell in cells] == [0.5] * 4
-
-
-def test_what_cannot_be_measured_here_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch):
-    def missing(config: PreTrainedConfig) -> Cache:
-        raise ImportError("pip install it")
-
-    monkeypatch.setitem(quality_caches.CACHES, "missing", missing)
-    reasons = quality_caches.reasons_to_skip(tiny_model("llama"), random_prompt(1, 80), ["full", "fp8", "missing"])
-    assert reasons == {"missing": "ImportError: pip install it"}
-    monkeypatch.setitem(peers.PACKAGES, "hqq", "no-such-package")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    names = ["ours-4", "hqq-4", "llama.cpp-f16"]
-    assert peers.reasons_to_leave_out(tiny_model("llama"), names, threads=1) == {
-        "hqq-4": "not installed: pip install no-such-package",
-        "llama.cpp-f16": f"not installed: {llama_cpp.INSTALL}",
-    }

@@ -11,14 +11,6 @@ from experiments import report, stock_tests
 from experiments.common.records import RESULTS
 
 REPOSITORY = RESULTS.parent
-RECORD = {
-    "cells": [
-        {"tokens": 1024, "seconds": {"ours": 0.0123, "stock": 1.5}, "bytes": 3 * 2**20, "samples": [3.0, 1.0, 2.0]},
-        {"tokens": 70, "seconds": {"ours": 250.0}, "ratio": 31.4},
-    ],
-    "added": {"ours": 2.5, "stock": 7.0},
-    "times": {"stock": 2.8},
-}
 
 
 def page_of(name: str) -> str:
@@ -33,31 +25,6 @@ def only(folder: str) -> dict[str, Any]:
 def test_the_report_changes_no_page_that_is_committed():
     for path, text in report.pages().items():
         assert path.read_text() == text, f"python -m experiments.report writes {path.name}"
-
-
-@pytest.mark.parametrize(
-    ("rows", "table"),
-    [
-        (
-            "any: | {tokens:,} | {seconds[ours]:ms} | {ratio:x} | -->",
-            ["| 1,024 | 12.3 ms |  |", "| 70 | 250,000 ms | 31x |"],
-        ),
-        ("any: | {seconds[stock]:s}, {bytes:MiB}, {samples:s} | -->", ["| 1.50 s, 3.00 MiB, 2.00 s |"]),
-        ("any added: | {name} | {added:.1f} | {times:x} | -->", ["| ours | 2.5 |  |", "| stock | 7.0 | 2.8x |"]),
-        ("any cells.0.seconds: | {name} {seconds:s} {added} | -->", ["| ours 0.0123 s 2.5 |", "| stock 1.50 s 7.0 |"]),
-    ],
-)
-def test_rows_of_a_table_are_those_that_the_record_has_figures_for(rows: str, table: list[str]):
-    lines = ["before", f"<!-- rows {rows}", "| a |", "|---|", "| old |", "", "after"]
-    written = report.with_tables("\n".join(lines) + "\n", lambda name: RECORD)
-    assert written.splitlines() == [*lines[:4], *table, *lines[5:]]
-    assert report.with_tables(written, lambda name: RECORD) == written
-
-
-def test_several_records_fill_one_table():
-    lines = ["<!-- rows a: | {tokens} | -->", "<!-- rows b added: | {added} | -->", "| a |", "|---|", "", "after"]
-    written = report.with_tables("\n".join(lines) + "\n", lambda name: RECORD).splitlines()
-    assert written == [*lines[:4], "| 1024 |", "| 70 |", "| 2.5 |", "| 7.0 |", *lines[4:]]
 
 
 def test_every_figure_of_a_record_is_drawn():

@@ -1,4 +1,4 @@
-"""Whole decode steps: llama.cpp gets the same model and as many tokens, and caches are grouped to fit memory."""
+"""Whole decode steps: llama.cpp gets the same model and as many tokens, and groups are compared by a shared row."""
 
 import importlib.util
 import sys
@@ -19,7 +19,7 @@ from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import write_model
 from experiments.peers.llama_cpp import FORMS
 from experiments.peers.llama_process import LlamaProcess, Settings
-from experiments.peers.step_rows import ROWS, fitting, groups, over_reference, ratios
+from experiments.peers.step_rows import over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models.random_weights import random_llama
 
@@ -76,7 +76,7 @@ def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: i
 
 
 @needs_llama_cpp
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("context", "copies"), [(None, 1), (61, 2), (180, 3)])
 def test_llama_cpp_says_what_the_model_says(
@@ -108,13 +108,7 @@ def test_a_process_times_steps_or_tells_why_not(file: Path):
         LlamaProcess(sys.executable, replace(settings, file=f"{file}-missing"))
 
 
-def test_rows_are_grouped_to_fit_memory_and_compared_by_a_shared_one():
-    rows = [ROWS[name] for name in ("stock W16/KV16", "ours W16/KV4", "ours W8/KV8", "ours W4/KV4", "llama.cpp W4/KV4")]
-    sizes = {"stock W16/KV16": 6.0, "ours KV4": 2.0, "ours KV8": 4.0, "llama.cpp W4/KV4": 9.0}
-    kept = fitting(rows, sizes, room=10)
-    assert kept == rows[:-1]
-    assert groups(kept, sizes, room=10) == [[rows[3], *rows[:2]], [rows[3], rows[2]]]
-    assert groups(kept, sizes, room=12) == [[rows[3], *rows[:3]]]
+def test_rows_of_several_groups_are_compared_by_a_shared_one():
     medians = [
         {"ours W4/KV4": 1.0, "stock W16/KV16": 8.0, "ours W16/KV4": 4.0},
         {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0, "fused W4/KV4": 1.5},

@@ -59,7 +59,7 @@ def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Strategy
     assert planned.host == pytest.approx(report.host_bytes, rel=0.03)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("rotate", [True, False])
 def test_records_made_on_the_gpu_are_read_on_the_cpu(bits: int, rotate: bool):

@@ -4,7 +4,6 @@ import copy
 import ctypes
 import gc
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
-import hf_hybrid_cache
 from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage.memory.host_memory import _SPARE_BYTES
@@ -94,7 +92,7 @@ def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
     with limited(30 * MIB):
         with pytest.warns(UserWarning, match=r"Host memory will end at about token [\d,]+: ") as warned:
             message = refusal(lambda: generate(cache, ids, 2000))
-        assert sum("Host memory will end" in str(each.message) for each in warned) == 1  # steps may be slow, too
+        assert len(warned) == 1
         assert "limit of address space (RLIMIT_AS, ulimit -v)" in message
         cache.drop_unfinished()  # where memory ended after the first layer
         length = cache.get_seq_length()
@@ -107,24 +105,15 @@ def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
     assert torch.equal(generate(cache, expected[:, :121], 9), expected)
 
 
-def follow_the_advice(make: Callable[..., HybridCache]) -> None:
-    config = LlamaConfig(**COMMON, num_hidden_layers=16)
+def take_memory_as_tokens_come() -> None:
+    """Memory is taken for the tokens and a chunk, not for the model's context."""
     # A large limit, beside which the reserves of allocators are small.
     with limited(200 * MIB):
-        cache = make(config)
-        message = refusal_of(cache, 6000)
-        fitting = int(re.search(r"([\d,]+) tokens fit as it is", message)[1].replace(",", ""))
-        assert 500 < fitting < 3200
+        cache = DynamicHybridCache(LlamaConfig(**COMMON, num_hidden_layers=16))
+        assert "6,000 tokens need" in refusal_of(cache, 6000)
         before = psutil.Process().memory_info().vms
-        store(cache, 64)
-        if make is DynamicHybridCache:  # takes memory for the tokens and a chunk, not for the model's context
-            store(cache, 400)
-            assert psutil.Process().memory_info().vms - before < 2 * 464 * TOKEN_BYTES
-        store(cache, fitting - cache.get_seq_length())
-        cache.reset()
-        other = re.search(r"(QuantizedHybridCache\(.*?\)) would hold ([\d,]+)", message)
-        names = {name: getattr(hf_hybrid_cache, name) for name in hf_hybrid_cache.__all__}
-        store(eval(other[1], names | {"config": config}), int(other[2].replace(",", "")))
+        store(cache, 464)
+        assert psutil.Process().memory_info().vms - before < 2 * 464 * TOKEN_BYTES
 
 
 def refuse_max_length_at_once() -> None:
@@ -163,13 +152,11 @@ def refuse_copies() -> None:
 
 def all_in_a_limited_process() -> None:
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Decode steps take")  # as in `conftest.py`: other tests run too
     for make in (DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache):
         # Compiled and with all threads before there is a limit, as in a process that has served for a while.
         generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
     generate_up_to_the_limit(DynamicHybridCache)
-    for make in (DynamicHybridCache, OffloadedHybridCache):
-        follow_the_advice(make)
+    take_memory_as_tokens_come()
     refuse_max_length_at_once()
     refuse_beyond_the_limit_of_data()
     refuse_copies()
@@ -255,6 +242,6 @@ def generate_again_and_again(rounds: int) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_resources_when_many_caches_are_made_then_do_not_grow():
-    rounds = 3 + budget(16, 197)
+    rounds = 3 + budget(4)
     run_program(f"from memory import test_limits; test_limits.generate_again_and_again({rounds})")
     count("generate calls", rounds * (len(CACHES) + len(QUANTIZED)))

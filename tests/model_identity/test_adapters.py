@@ -38,7 +38,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_whose_adapters_are_used_otherwise_differs(change: str, use_dora: bool):

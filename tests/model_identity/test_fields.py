@@ -223,25 +223,17 @@ def test_tied_weights_count_once_and_differ_from_equal_ones():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "num_threads"),
-    [
-        ((), torch.float32, 1),
-        ((0, 3), torch.bool, 2),
-        ((5,), torch.complex128, 1),
-        ((3000, 700), torch.bfloat16, 2),
-        ((1500, 2, 701), torch.float32, 2),
-        ((2, 3, 300_000), torch.float8_e4m3fn, 1),
-    ],
+    ("shape", "dtype"),
+    [((), torch.float32), ((0, 3), torch.bool), ((1500, 2, 701), torch.bfloat16), ((2, 300_000), torch.float8_e4m3fn)],
 )
-def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int):
+def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype):
     size = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor = data.view(dtype).view(shape)
-    views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor[..., ::2] if shape else tensor]
-    views.append(tensor.expand(2, *shape))
+    views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor.expand(2, *shape)]
     copies = [view.contiguous().flatten().view(torch.uint8).numpy() for view in views]
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(2)
     try:
         assert tensor_digests(views) == [xxh3_128_digest(copy) for copy in copies]
     finally:

@@ -85,7 +85,8 @@ def architecture(request: pytest.FixtureRequest) -> Architecture:
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     ids = torch.arange(3, 43)[None]
-    return model.generate(ids, **cache_argument(cache), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    arguments = cache_argument(cache) | {"use_cache": True, "max_new_tokens": 12, "do_sample": False}
+    return model.generate(ids, **arguments, eos_token_id=None)
 
 
 def logits(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:

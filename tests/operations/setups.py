@@ -112,7 +112,7 @@ _DIMS = st.integers(4, 40) | st.sampled_from([16, 32, 48, 64])
 _DEVICE_TOKENS = st.sampled_from([128, 130, 150, 192, 321])
 
 
-def _has_kernel(codec: KVCodec) -> bool:
+def has_kernel(codec: KVCodec) -> bool:
     return isinstance(codec.keys, MinMaxCodec) and codec.keys.per_channel
 
 
@@ -121,7 +121,7 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late:
     num_layers = draw(st.integers(1, 4))
     layers = st.integers(0, num_layers - 1)
     codecs = draw(st.dictionaries(layers, _CODECS, min_size=1)) if is_quantized else {}
-    without_kernel = {layer for layer, codec in codecs.items() if not _has_kernel(codec)}
+    without_kernel = {layer for layer, codec in codecs.items() if not has_kernel(codec)}
     num_kv_heads, key_dim = draw(st.integers(1, 3)), draw(_DIMS)
     value_dim = draw(st.just(key_dim) | _DIMS)
     kinds = ["whole", "whole", *([] if without_kernel else ["split", "split", *([] if copies_late else ["shard"])])]

@@ -1,11 +1,13 @@
 """Several sequences continue one prompt, whose blocks are stored once and read once."""
 
-import copy
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis.stateful import initialize
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
@@ -22,6 +24,8 @@ from hf_hybrid_cache.storage import SharedPrefix
 from common.caches import MakeCache, quantized, stock
 from common.modes import generate
 from models.tiny_models import random_prompt, tiny_model
+from operations.setups import setups
+from operations.test_stateful import USES, CacheMachine, Use, run
 
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, vocab_size=8)
 TOKENS = 500
@@ -37,7 +41,6 @@ PAIRS: dict[str, tuple[MakeCache, MakeCache]] = {
     "quantized_split": quantized(minmax(8, rotate=True), Placement(cpu_decode=True, device_tokens=192)),
     "quantized_to_2_bits": quantized(minmax(2, rotate=True)),
 }
-EACH = pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "quantized_to_2_bits"])
 
 
 def add(caches: tuple[Cache, ...], batch: int, num_tokens: int, seed: int) -> None:
@@ -71,43 +74,20 @@ def require_same(ours: HybridCache, reference: Cache) -> None:
     assert torch.equal(ours.layers[0].values, reference.layers[0].values)
 
 
-@EACH
-def test_cropped_anywhere_sequences_have_the_prompt_and_their_own_tokens(kind: str):
-    longer = continued(kind)
-    add(longer, 3, 100, seed=1)
-    require_same(*longer)
-    for left in (0, 1, 64, 127, 129, 192, 383, 449, TOKENS, TOKENS + 70):
-        caches = copy.deepcopy(longer)
-        for cache in caches:
-            cache.crop(left - TOKENS - 100)
-        if left:
-            require_same(*caches)
-        # Tokens of a block that was cut in host memory go on on the device, so they are quantized later.
-        is_quantized_alike = (kind, left) != ("quantized_split", 127)
-        add(caches, 3, 150 if is_quantized_alike else 1, seed=2)
-        require_same(*caches)
-    require_same(*longer)
+class Continuations(CacheMachine):
+    """Begins with prompts that several sequences continue."""
+
+    @initialize(data=st.data(), batch=st.integers(1, 2), new_tokens=st.integers(192, 500), use=USES)
+    def start(self, data: st.DataObject, batch: int, new_tokens: int, use: Use) -> None:
+        super().start(data, batch, new_tokens, use)
+        self.change_sequences("batch_repeat_interleave", [0] * 3, False, nullcontext)
 
 
-@EACH
-def test_selected_repeated_and_copied_sequences_keep_their_prompt(kind: str):
-    longer = continued(kind, batch=2)
-    add(longer, 6, 100, seed=1)
-    for indices in ([0, 0, 2, 4, 5, 5], [1], [4, 1, 4, 1]):
-        caches = copy.deepcopy(longer)
-        for cache in caches:
-            cache.batch_select_indices(torch.tensor(indices))
-        require_same(*caches)
-        add(caches, len(indices), 70, seed=2)
-        for cache in caches:
-            cache.batch_repeat_interleave(2)
-        require_same(*caches)
-        assert is_shared(caches[0])
-        for cache in caches:
-            cache.crop(-300)
-        add(caches, 2 * len(indices), 70, seed=3)
-        require_same(*caches)
-    require_same(*longer)
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
+def test_continuations_when_any_operations_then_equal_plain_cache(is_quantized: bool):
+    run(Continuations, setups=setups(torch.float32, is_quantized).filter(lambda setup: not setup.is_shard))
 
 
 @pytest.mark.parametrize("kind", PAIRS)

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from common.caches import CACHES, CHOOSING, QUANTIZED, group_of_one, stock
+from common.caches import CACHES, CHOOSING, group_of_one, stock
 from models.tiny_models import llama, random_prompt, tiny_model
 
 CONFIG = llama()
@@ -65,7 +62,7 @@ def assign_longer_keys_of_all_layers_first(cache: Cache) -> None:
             setattr(layer, name, torch.cat([states, states[:, :, :70]], dim=2))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default("values")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "edit", [steer, evict, edit_twice_with_a_question_between, assign_longer_keys_of_all_layers_first]
@@ -81,98 +78,6 @@ def test_edit_of_layer_keys_before_a_step_then_counts_as_with_stock(name: str, e
     expected = next_logits(theirs)
     assert (next_logits(ours) - expected).abs().max() < (0.2 if "8 bits" in name else 1e-4)
     assert (expected - untouched).abs().max() > 0.5  # the edit is seen
-
-
-@pytest.mark.parametrize("name", EDITABLE)
-def test_checkpoint_when_a_token_before_it_is_edited_then_is_dropped(name: str):
-    cache, model, tokens = EDITABLE[name](CONFIG), tiny_model("llama"), [100, 295]
-    with torch.no_grad():
-        for length in (80, TOKENS - 80, 90):
-            if cache.get_seq_length():
-                cache.checkpoint()
-            model(random_prompt(1, length, seed=length), **cache_argument(cache))
-        assert cache.checkpoints == (80, TOKENS)
-        edited = [layer.values[:, :, tokens] + 5 for layer in cache.layers]
-        for layer, states in zip(cache.layers, edited, strict=True):
-            layer.values[:, :, tokens] = states
-        assert cache.checkpoints == (80,)
-        assert cache.go_back(TOKENS) == TOKENS
-        for layer, states in zip(cache.layers, edited, strict=True):
-            assert (layer.values[:, :, tokens] - states).abs().max() < 0.5
-    assert cache.go_back(80) == 80
-
-
-@pytest.mark.parametrize("name", ALL | QUANTIZED)
-def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
-    make = ALL.get(name) or QUANTIZED[name][0]
-    cache, model = filled(make), tiny_model("llama")
-    kept = [
-        part
-        for layer in cache.layers
-        for part in (layer.keys[:, :, :4], layer.values[0], layer.keys.mT[..., 70:], layer.values[:, 1, -3:].numpy())
-    ]
-    before = copy.deepcopy(kept)
-    with torch.no_grad():
-        model(random_prompt(1, 70, seed=2), **cache_argument(cache))
-        cache.crop(-100)
-        model(random_prompt(1, 80, seed=3), **cache_argument(cache))
-        cache.batch_repeat_interleave(2)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        for layer in cache.layers:
-            assert layer.keys.shape[2] == TOKENS + 50
-            assert layer.keys.is_contiguous()
-    for part, expected in zip(kept, before, strict=True):
-        assert torch.equal(torch.as_tensor(part), torch.as_tensor(expected))
-
-
-@pytest.mark.parametrize("name", ALL | QUANTIZED | {"bits to choose": None})
-def test_stored_tensors_when_written_to_later_then_change_nothing(name: str):
-    make = ALL.get(name) or QUANTIZED.get(name, (QuantizedHybridCache, None))[0]
-    untouched, ours = make(CONFIG), make(CONFIG)
-    generator = torch.Generator().manual_seed(0)
-    for num_tokens in (200, 70, 1):
-        states = torch.randn(2, 1, 2, num_tokens, 16, generator=generator)
-        for index in range(CONFIG.num_hidden_layers):
-            untouched.update(*states.clone(), index)
-            written = states.clone()
-            ours.update(*written, index)
-            written.zero_()
-    for layer, expected in zip(ours.layers, untouched.layers, strict=True):
-        assert torch.equal(layer.keys, expected.keys)
-        assert torch.equal(layer.values, expected.values)
-    if "shared_with_nobody" not in name:
-        assigned = ours.layers[0].keys + 1, ours.layers[0].values + 1
-        untouched.layers[0].set(*map(torch.clone, assigned))
-        ours.layers[0].set(*assigned)
-        for states in assigned:
-            states.zero_()
-        assert torch.equal(ours.layers[0].keys, untouched.layers[0].keys)
-        assert torch.equal(ours.layers[0].values, untouched.layers[0].values)
-
-
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@pytest.mark.parametrize("name", ALL)
-def test_slices_kept_by_an_attention_function_then_stay(name: str, monkeypatch: pytest.MonkeyPatch):
-    kept, before = [], []
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        kept.extend([key[:, :, :4], value[0, :, -3:]])
-        before.extend([key[:, :, :4].clone(), value[0, :, -3:].clone()])
-        out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "of_ones_own", attend)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "of_ones_own", sdpa_mask)
-    cache, model = ALL[name](CONFIG), copy.deepcopy(tiny_model("llama"))
-    model.set_attn_implementation("of_ones_own")
-    with torch.no_grad():
-        for tokens in (150, 100, 1):
-            model(random_prompt(1, tokens, seed=tokens), **cache_argument(cache))
-        cache.crop(-80)
-        model(random_prompt(1, 90, seed=9), **cache_argument(cache))
-    assert len(kept) == 4 * 2 * CONFIG.num_hidden_layers
-    for part, expected in zip(kept, before, strict=True):
-        assert torch.equal(part, expected)
 
 
 def test_memory_of_states_that_nobody_holds_then_is_used_again():

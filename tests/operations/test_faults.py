@@ -167,7 +167,7 @@ def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(operation
     kinds = st.tuples(st.booleans(), st.booleans())
     any_setup = kinds.flatmap(lambda kind: setups(torch.float32, is_quantized=kind[0], copies_late=kind[1]))
 
-    @search_at_random(24, 1200)
+    @search_at_random(5)
     @given(setup=any_setup, chosen=st.randoms(use_true_random=False))
     def end_anywhere(setup: Setup, chosen: random.Random) -> None:
         with setup.system():
@@ -280,7 +280,7 @@ def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(is_stream
 
     counting, chosen = Interruption(), random.Random(0)
     counting.run(lambda: prompts(choosing()))
-    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(40, 600))):
+    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(8))):
         ours = choosing()
         fault = Interruption(chosen.choice(ERRORS), at_line)
         fault.run(lambda ours=ours: prompts(ours))

@@ -108,9 +108,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(0)
         self.batch, self.dtype = batch, setup.dtype
         self.ours, self.plain = setup.cache(), setup.reference()
-        # A copy that is not used any more, and what it holds; tensors that `update` returned, and what was in them.
+        # A copy that is not used any more, and what it holds; tensors that `update` returned, slices of what was read,
+        # and what was in them.
         self.twin: tuple[HybridCache, DynamicCache] | None = None
         self.held: list[Pair] = []
+        self.slices: list[Pair] = []
         # What the plain cache held at each checkpoint.
         self.kept: dict[int, DynamicCache] = {}
         if new_tokens:
@@ -144,15 +146,18 @@ class CacheMachine(RuleBasedStateMachine):
     def update(self, new_tokens: int, use: Use) -> None:
         setup, mask = self.setup, self.mask(use.mask, new_tokens)
         waiting: list[tuple[torch.Tensor, Pair, Pair]] = []
+        lent: list[torch.Tensor] = []
         for layer in range(setup.num_layers):
             keys, values = (
                 self.random(self.batch, setup.num_kv_heads, new_tokens, dim) for dim in (setup.key_dim, setup.value_dim)
             )
             expected = self.plain.update(keys, values, layer)
             query = self.random(self.batch, setup.num_kv_heads * setup.group, new_tokens, setup.key_dim)
+            sent = self.sent(keys), self.sent(values)
             with use.mode():
-                returned = self.ours.update(self.sent(keys), self.sent(values), layer)
+                returned = self.ours.update(*sent, layer)
             waiting.append((query, returned, expected))
+            lent += sent
             if use.attends != "last" or layer == setup.num_layers - 1:
                 for query, returned, expected in waiting:
                     if use.attends != "never" and isinstance(returned[0], KVHandle):
@@ -160,7 +165,10 @@ class CacheMachine(RuleBasedStateMachine):
                     self.compare(returned, expected, use)
                 waiting.clear()
                 del returned
-        for tensor, content in self.held:
+        # A first prompt may be attended to as it came.
+        if not (self.setup.copies_late or use.holds):
+            self.take_back(lent)
+        for tensor, content in (*self.held, *self.slices):
             assert torch.equal(tensor, content)
 
     def sent(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,6 +181,15 @@ class CacheMachine(RuleBasedStateMachine):
     def hold(self, tensor: torch.Tensor) -> None:
         """Hold on to what `update` returned, which must not change."""
         self.held.append((tensor, tensor.clone()))
+
+    def take_back(self, tensors: list[torch.Tensor]) -> None:
+        """Write to tensors that the cache got."""
+        for tensor in tensors:
+            tensor.zero_()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a slice of what was read of a layer, which must not change unless that is edited."""
+        self.slices.append((tensor, tensor.clone()))
 
     def mask(self, kind: str | None, new_tokens: int) -> torch.Tensor | None:
         """Make a mask `[batch or 1, heads or 1, new_tokens, tokens]`; padding may hide all from a query."""
@@ -218,8 +235,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert (ours.shape, ours.dtype, ours.device.type) == (theirs.shape, theirs.dtype, self.device)
             if use.asks_for_states or not isinstance(ours, KVHandle):
                 self.require_same(ours, theirs)
-                if use.holds and not isinstance(ours, KVHandle):
-                    self.hold(ours)
+                if use.holds:
+                    self.hold(ours[:, :, -3:] if isinstance(ours, KVHandle) else ours)
 
     @rule(tokens=st.integers(0, MAX_QUERIES) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
     def crop(self, tokens: int, mode: Mode) -> None:
@@ -257,8 +274,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Write to a token of a layer, through what was read from it."""
         layer, token = layer % self.setup.num_layers, token % self.num_tokens
         self.held.clear()
+        self.slices.clear()
         ours, plain = self.ours.layers[layer], self.plain.layers[layer]
-        if isinstance(ours.store, SharedPrefix) and token < ours.store.least_tokens:
+        is_unshared = isinstance(ours.store, SharedPrefix) and token < ours.store.least_tokens
+        if is_unshared and self.quantized_tokens:
             return  # then all tokens are quantized again
         with mode():
             getattr(ours, name)[:, :, token] += 1
@@ -332,8 +351,10 @@ class CacheMachine(RuleBasedStateMachine):
     def look(self, layer: int, mode: Mode) -> None:
         layer %= self.setup.num_layers
         with mode():
-            self.require_same(self.ours.layers[layer].keys, self.plain.layers[layer].keys)
-            self.require_same(self.ours.layers[layer].values, self.plain.layers[layer].values)
+            for name in ("keys", "values"):
+                states = getattr(self.ours.layers[layer], name)
+                self.require_same(states, getattr(self.plain.layers[layer], name))
+                self.keep(states[:, :, -3:])
 
     @invariant()
     def reports_what_it_holds(self) -> None:
@@ -372,9 +393,9 @@ def check_same_states(ours: HybridCache, plain: DynamicCache) -> None:
         assert torch.equal(mine.values, theirs.values)
 
 
-def run(kind: type[CacheMachine] = CacheMachine, thorough: int = 8, **attributes: object) -> None:
+def run(kind: type[CacheMachine] = CacheMachine, examples: int = 2, **attributes: object) -> None:
     machine = type("Machine", (kind,), attributes)
-    run_state_machine_as_test(machine, settings=search_at_random(thorough, 25 * thorough, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=search_at_random(examples, stateful_step_count=30))
 
 
 @pytest.mark.soak
@@ -383,4 +404,4 @@ def run(kind: type[CacheMachine] = CacheMachine, thorough: int = 8, **attributes
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
 def test_random_cache_when_any_operations_then_equals_plain_cache(is_quantized: bool, copies_late: bool):
     of_any_type = st.sampled_from(DTYPES).flatmap(lambda dtype: setups(dtype, is_quantized, copies_late))
-    run(thorough=24, setups=of_any_type)
+    run(examples=5, setups=of_any_type)

@@ -6,10 +6,13 @@ from typing import Any
 
 from files.forged import parts_of, write
 
+from hf_hybrid_cache.prefix_store.node_files import VERSION, Nodes
+
 
 def nodes_of(folder: Path) -> list[Path]:
     """Return the files of the nodes of a store, in the order of their tokens."""
-    return sorted((folder / "nodes").iterdir(), key=lambda path: json.loads(_metadata(path)["node"])["start"])
+    nodes = Nodes(folder / f"nodes-{VERSION}")
+    return [node.path for node in sorted(nodes, key=lambda node: len(nodes.way_to(node)))]
 
 
 def description_of(path: Path) -> Any:
@@ -19,13 +22,12 @@ def description_of(path: Path) -> Any:
 
 
 def describe(path: Path, tree: Any) -> None:
-    """Give a node another description, as JSON has it or as text, and let the database be made again."""
+    """Give a node another description, as JSON has it or as text."""
     header, data = parts_of(path)
     rest = {name: value for name, value in tree.items() if name != "states"} if isinstance(tree, dict) else tree
     states = tree.get("states") if isinstance(tree, dict) else tree
     header["__metadata__"] |= {"description": _text(rest), "states": _text(states)}
     write(path, header, data)
-    (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
 def _text(tree: Any) -> str:

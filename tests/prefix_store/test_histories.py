@@ -112,7 +112,7 @@ def test_any_history_of_kept_caches_leaves_the_bits_of_a_cold_read(tmp_path: Pat
     def cold(*prompt: Any) -> list[torch.Tensor]:
         return prompted(tmp_path / next(folders), *prompt)
 
-    @search_at_random(60, 600)
+    @search_at_random(12)
     @given(st.sampled_from([*MAKERS]), HISTORY)
     @example("4 bits", FILLED)
     @example("4 bits", [(Told.read, 300, 300), (Told.keep, 0, 0)])

@@ -21,6 +21,7 @@ from models.tiny_models import COMMON
 pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
 
+@pytest.mark.slow
 def test_script_of_the_page_on_two_processes_answers_as_one_process(tmp_path: Path):
     tokenizer, folder = byte_tokenizer(), tmp_path / "model"
     sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "max_position_embeddings": 4096}

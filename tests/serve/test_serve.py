@@ -81,7 +81,7 @@ def test_a_conversation_computes_each_token_once_and_repeats_its_turns(server: R
         assert cached(again)[1] >= cached(answers[turn])[1] - 1
 
 
-@settings(max_examples=budget(40, 3000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=budget(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.fixed_dictionaries(

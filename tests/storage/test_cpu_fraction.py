@@ -21,7 +21,7 @@ def watched(
     return fraction, stats
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("noise", [0, 0.02, 0.2])
 @pytest.mark.parametrize("at_first", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("equilibrium", [0.05, 0.2, 0.33, 0.5, 0.68, 0.9, 1.0])

@@ -27,11 +27,11 @@ in_both_forms = pytest.mark.parametrize("is_quantized", [False, True], ids=["ful
 
 
 def run(machine: type[StoreMachine]) -> None:
-    run_state_machine_as_test(machine, settings=search_at_random(30, 500, stateful_step_count=12))
+    run_state_machine_as_test(machine, settings=search_at_random(6, stateful_step_count=12))
 
 
 @pytest.mark.soak
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @each_place
 @in_both_forms
 @pytest.mark.parametrize("copies_late", [False, True], ids=["copied at once", "copied late"])
@@ -59,7 +59,7 @@ def test_planned_bytes_are_those_that_its_buffers_hold(variant: Variant, is_quan
 CHANGES = {"append": random_states(140, 1), "truncate": (100,), "select": (torch.tensor([1]),)}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("change", CHANGES)
 @each_place
 @in_both_forms

@@ -1,20 +1,18 @@
 """Folders for the tests of the store."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from store_folder.stored import fill
+from store_folder.stored import MEMORY, fill
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """A folder that is not there yet, in memory where the system has such a place: thousands of files are synced."""
-    memory = "/dev/shm"
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+    """A folder that is not there yet, in memory where the system has such a place."""
+    with tempfile.TemporaryDirectory(dir=MEMORY or tmp_path) as folder:
         yield Path(folder, "store")
 
 

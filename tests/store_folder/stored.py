@@ -3,12 +3,11 @@ Prompts with states that tell what they belong to; without torch, so that proces
 
     keep(folder, tokens)              # adds what is not stored of a prompt yet
     with found(folder, tokens): ...   # finds it, and compares all states with what they must be
-    check_whole(path)                 # nothing is damaged or left over, and database and files agree
+    check_whole(path)                 # nothing is damaged or left over
 """
 
-import sqlite3
+import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -17,10 +16,14 @@ from typing import Any
 import numpy as np
 
 from hf_hybrid_cache.files.tensor_file import CacheFileError, Section, TensorForm
-from hf_hybrid_cache.prefix_store.folder import Folder, Match, Part
+from hf_hybrid_cache.prefix_store.folder import Folder, Match
 from hf_hybrid_cache.prefix_store.keys import PASS_ENDS, as_keys, token_ids_of
+from hf_hybrid_cache.prefix_store.node_files import VERSION, Node, Nodes
 
 IDENTITY = b"a model"
+NODES = f"nodes-{VERSION}"
+# Thousands of files are synced.
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 Tokens = tuple[int, ...]
 FIRST: Tokens = tuple(range(300))
 BEGINNING = FIRST[:200]
@@ -92,30 +95,36 @@ def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY) -> Match:
             return match
         except CacheFileError:
             match.close()
-            for part in match.parts:
-                folder.remove_damaged(part.node.name)
+            for node in match.nodes:
+                folder.remove_damaged(node.name)
     raise AssertionError("A damaged node stays.")
 
 
-def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY) -> None:
+def check(match: Match, tokens_of_prompt: Tokens, identity: bytes = IDENTITY) -> None:
     """Check that parts have the prompt's first tokens, without holes, and the states of these."""
     whole: Tokens = ()
-    for part in match.parts:
-        assert part.node.start == len(whole)
-        whole += tokens_of(part.node.keys)
-        assert read(part) == states_of(whole, part.node.start, identity)
-    assert whole == tokens[: match.num_tokens]
+    for node in match.nodes:
+        start, (tokens, states) = len(whole), read(node)
+        whole += tokens
+        assert states == states_of(whole, start, identity)
+    assert whole == tokens_of_prompt[: match.num_tokens]
 
 
-def tokens_of(keys: bytes) -> Tokens:
-    return tuple(token_ids_of(as_keys(keys)).tolist())
+def tokens_of(keys: np.ndarray) -> Tokens:
+    return tuple(token_ids_of(keys).tolist())
 
 
-def read(part: Part) -> bytes:
-    with part.open() as file:
+def read(node: Node) -> tuple[Tokens, bytes]:
+    """Return the tokens of a node, and its states."""
+    file, head = node.open()
+    with file:
         data = bytearray(file.tensors("states")["states"].form.num_bytes)
         file.read("states", {"states": memoryview(data)})
-        return bytes(data)
+        return tokens_of(as_keys(head.keys)), bytes(data)
+
+
+def nodes_of(path: Path) -> Nodes:
+    return Nodes(path / NODES)
 
 
 def num_found(folder: Folder, tokens: Tokens, *options: Any, **named: Any) -> int:
@@ -135,21 +144,16 @@ def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> T
     return before[: random.randint(0, len(before))] + tuple(random.randrange(3) for _ in range(length))
 
 
-def execute(database: Path, *statements: str) -> None:
-    """Change a database, or make one."""
-    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
-        for statement in statements:
-            connection.execute(statement)
-
-
 def bytes_of_nodes(path: Path) -> int:
-    return sum(each.stat().st_size for folder in ("nodes", "unfinished") for each in (path / folder).iterdir())
+    return sum(each.stat().st_size for each in files_of(path))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of nodes, and those that are being written."""
+    return sorted(each for each in (path / NODES).iterdir() if each.name != "lock")
 
 
 def check_whole(path: Path) -> None:
-    """Check that no file is damaged or left over, and that database and files agree."""
-    user = open_folder(path, lock_seconds=0)
-    assert user.damages() == {}
-    assert not list((path / "unfinished").iterdir())
-    assert {entry.node.name for entry in user.entries()} == {each.stem for each in (path / "nodes").iterdir()}
-    assert not (path / "prompts.sqlite-journal").exists()
+    """Check that no file is damaged or left over."""
+    assert open_folder(path, lock_seconds=0).damages() == {}
+    assert {node.path for node in nodes_of(path)} == {*files_of(path)}

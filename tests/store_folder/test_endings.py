@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sqlite3
 import subprocess
 import sys
 import warnings
@@ -37,7 +36,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
     act, counting = partial(CHANGES[change], path), Interruption(ERRORS[error])
     prepared(path, change)
     counting.run(act)
-    for line in range(0, counting.lines, max(1, counting.lines // budget(60, 100_000))):
+    for line in range(0, counting.lines, max(1, counting.lines // budget(12))):
         prepared(path, change)
         interruption = Interruption(ERRORS[error], line)
         # A file that seems damaged goes with a warning.
@@ -54,7 +53,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops processes at calls of the system")
 def test_process_when_killed_at_any_call_then_leaves_a_whole_folder(path: Path):
-    every = 29 if budget(5, 5) < 5 else 1
+    every = 29 if budget(1) == 1 else 1
     run_program(f"from store_folder import trials; trials.kill_everywhere({str(path)!r}, {every})")
     count("changes of a prefix store killed at every so many calls", len(CHANGES))
 
@@ -70,10 +69,10 @@ def is_done(change: str, path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("change", ["fill", "add", "add_in_place_of_others", "make_database"])
+@pytest.mark.parametrize("change", ["fill", "add", "add_in_place_of_others"])
 def test_change_when_files_cannot_grow_then_was_not(change: str, path: Path):
     results = []
-    for num_bytes in range(0, 50_000, 50_000 // budget(100, 2000)):
+    for num_bytes in range(0, 50_000, 50_000 // budget(20)):
         prepared(path, change)
         with limited("RLIMIT_FSIZE", num_bytes):
             results.append(is_done(change, path))
@@ -104,41 +103,30 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
             result = is_done(change, disk / "store")
             assert is_mounted(disk, "remount,size=1m")
             check(disk / "store", change, may_lose=True)  # prompts may make room
-        assert num_pages > 5
+        assert num_pages > (change == "fill")
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system for the names of open files")
 def test_changes_when_made_then_are_on_the_disk_in_order(path: Path, monkeypatch: pytest.MonkeyPatch):
-    user, events, connect = open_folder(path), list[str](), sqlite3.connect
+    user, events = open_folder(path), list[str]()
 
     def watch(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         def watched(file: Any, *others: Any, **options: Any) -> Any:
-            place = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).relative_to(path)
+            place = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file)
             if name == "fsync" or os.path.exists(file):
-                events.append(f"{name} {place.parts[0]}{'/...' * (len(place.parts) > 1)}")
+                events.append(f"{name} {place.suffix or 'folder'}")
             return function(file, *others, **options)
 
         monkeypatch.setattr(owner, name, watched)
 
-    def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(*arguments, **options)
-        connection.set_trace_callback(lambda statement: events.append(statement.split()[0]))
-        return connection
-
-    def changes() -> tuple[str, ...]:
-        return tuple(each for each in events if each not in ("PRAGMA", "SELECT"))
-
-    monkeypatch.setattr(sqlite3, "connect", connected)
     for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
         watch(owner, name)
     keep(user, tuple(range(100)))
-    file = "fsync unfinished/...", "BEGIN", "replace unfinished/...", "fsync nodes", "INSERT", "COMMIT"
-    assert changes()[-6:] == file
-    name = user.entries()[0].node.name
+    assert events == ["fsync .unfinished", "replace .unfinished", "fsync folder"]
     events.clear()
-    user.remove(name)
-    assert changes() == ("BEGIN", "unlink nodes/...", "fsync nodes", "DELETE", "COMMIT")
+    user.remove(user.entries()[0].name)
+    assert events == ["unlink .safetensors", "fsync folder"]

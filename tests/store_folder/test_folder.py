@@ -1,7 +1,5 @@
 """A folder keeps prompts and finds them, within limits, and refuses and leaves alone what is not its own."""
 
-import itertools
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -17,17 +15,18 @@ from hf_hybrid_cache.prefix_store.folder import Folder
 from store_folder.stored import (
     FIRST,
     IDENTITY,
+    NODES,
     Tokens,
     bytes_of_nodes,
-    execute,
     keep,
     keys_of,
+    nodes_of,
     num_found,
     open_folder,
     section_of,
 )
 
-NODE_BYTES = 8644  # of a head, keys, states and a checksum
+NODE_BYTES = 8196  # of a header, states and a checksum
 
 
 def add(
@@ -38,7 +37,6 @@ def add(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> str:
     """Add a node whose file has `NODE_BYTES`, or as many more as its states."""
-    num_bytes += 448 - 64 * math.ceil(len(tokens[start:]) / 16)
     return folder.add(IDENTITY, keys_of(tokens), start, [section_of(bytes(num_bytes), meanwhile)], f"{tokens[start]}")
 
 
@@ -57,7 +55,7 @@ def found(folder: Folder, *prompts: Tokens) -> list[int]:
 def use_at(folder: Folder, tokens: Tokens, seconds: int) -> None:
     """Let the last node of a prompt be used last at this time."""
     with folder.find(IDENTITY, keys_of(tokens)) as match:
-        os.utime(match.parts[-1].path, (seconds, seconds))
+        os.utime(match.nodes[-1].path, (seconds, seconds))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +89,8 @@ def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
     for tokens, seconds in ((both, 1), (one(0), 1), (one(2), 2)):
         use_at(folder, tokens, seconds)
     again(folder, both)
-    entries = folder.entries()
-    assert entries[-1].description == "2"  # what was used last comes first
-    assert all(entry.last_use > 2 for entry in entries[:-1])
+    assert [entry.description for entry in folder.entries()] == ["1", "2"]  # what was used last comes first
+    assert sum(node.last_use > 2e9 for node in nodes_of(path)) == 2
     add(folder, one(3))
     assert found(folder, both, one(2), one(3)) == [200, 0, 100]
 
@@ -141,16 +138,16 @@ def test_prompt_when_removed_then_what_another_continues_stays(path: Path):
     folder, tokens = open_folder(path), tuple(range(1000))
     for prompt in (tokens[:200], tokens[:500], tokens, (*tokens[:200], 7)):
         keep(folder, prompt)
-    names = {entry.node.end: entry.node.name for entry in folder.entries()}
+    names = {len(folder.keys(node.name)): node.name for node in nodes_of(path)}
     with folder.find(IDENTITY, keys_of(tokens)), pytest.raises(NodeInUseError):
         folder.remove_unshared(names[1000])
-    for name, except_tokens in (("0" * 32, 0), (names[1000], 1000), (names[200], 0)):
-        folder.remove_unshared(name, except_tokens)
+    for name, but in ((NAME, []), (names[1000], [names[1000].partition("-")[0]]), (names[200], [])):
+        folder.remove_unshared(name, but)
     assert num_found(folder, tokens) == 1000
     folder.remove_unshared(names[1000])
     assert num_found(folder, tokens) == 200
-    folder.remove_unshared(names[201], except_tokens=200)
-    assert [entry.node.name for entry in folder.entries()] == [names[200]]
+    folder.remove_unshared(names[201], [names[200].partition("-")[0]])
+    assert [entry.name for entry in folder.entries()] == [names[200]]
 
 
 def test_store_stays_when_the_working_directory_changes_and_may_go(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -167,11 +164,9 @@ def test_store_stays_when_the_working_directory_changes_and_may_go(path: Path, m
 
 # Files of others, of processes that have ended, links and owners
 
-NAME = "0" * 32
-NOT_OURS = {
-    "nodes": ["letter.txt", NAME, "0" * 31 + ".safetensors", "Z" * 32 + ".safetensors", f"{NAME}.safetensors.old"],
-    "unfinished": ["letter.txt", "0" * 31, f"{NAME}.txt", "A" * 32, "." + "0" * 31],
-}
+NAME = f"{'0' * 32}-{'0' * 32}"
+NOT_OURS = ["letter.txt", NAME, f"{NAME[1:]}.safetensors", f"{NAME[:-1]}Z.safetensors", f"{NAME}.safetensors.old"]
+NOT_OURS += ["0" * 31 + ".unfinished", "0" * 32 + ".unfinished.txt", "A" * 32 + ".unfinished", "." + "0" * 31]
 
 
 def contents(path: Path) -> dict[Path, bytes]:
@@ -180,18 +175,20 @@ def contents(path: Path) -> dict[Path, bytes]:
 
 def test_files_of_others_when_in_a_store_then_stay(path: Path):
     open_folder(path)
-    for folder, names in NOT_OURS.items():
-        for name in names:
-            (path / folder / name).write_text("Dear")
-    (path / "nodes" / f"{NAME}.safetensors").mkdir()
-    before = contents(path / "nodes") | contents(path / "unfinished")
-    (path / "unfinished" / NAME).write_text("left by a process that has ended")
+    nodes = path / NODES
+    for name in NOT_OURS:
+        (nodes / name).write_text("Dear")
+    (nodes / f"{NAME}.safetensors").mkdir()
+    before = contents(nodes)
+    (nodes / ("0" * 32 + ".unfinished")).write_text("left by a process that has ended")
     assert keep(open_folder(path), FIRST)
-    (path / "prompts.sqlite").unlink()
-    assert num_found(open_folder(path), FIRST) == 300
-    after = contents(path / "nodes") | contents(path / "unfinished")
+    assert open_folder(path).damages() == {}
+    after = contents(nodes)
     assert before.items() <= after.items()
-    assert len(after) == len(before) + 1
+    assert {each.name for each in after.keys() - before.keys()} == {
+        "lock",
+        *(node.path.name for node in nodes_of(path)),
+    }
 
 
 def link(path: Path) -> None:
@@ -215,16 +212,6 @@ def of_another_user(path: Path) -> None:
     os.chown(path, 12345, 12345)
 
 
-def of_another_program(path: Path) -> None:
-    (path / "prompts.sqlite").unlink()
-    execute(path / "prompts.sqlite", "CREATE TABLE letter (text)")
-
-
-def of_the_format_before(path: Path) -> None:
-    (path / "prompts.sqlite").rename(path / "index")
-    (path / "lock").write_bytes(b"A store of prompts of hf_hybrid_cache, version 1\n")
-
-
 def in_place_of_the_folder(make: Callable[[Path], object], path: Path) -> None:
     shutil.rmtree(path)
     make(path)
@@ -235,18 +222,19 @@ def folder_of_letters(path: Path) -> None:
     (path / "letter.txt").write_text("Dear")
 
 
-def part(name: str, change: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda path: change(path / name)
+def of_another_version(name: str, path: Path) -> None:
+    (path / NODES).rename(path / name)
 
 
-REASON = "has {}, which is a link, something else, or of another user|unable to open database file"
-PARTS = [
-    *itertools.product(["unfinished", "nodes", "prompts.sqlite"], [link, something_else, of_another_user]),
-    ("prompts.sqlite-journal", link),
-]
 # What happens to a store, and what is told then.
 REFUSED: list[tuple[Callable[[Path], Any], str]] = [
-    *((part(name, change), REASON.format(name)) for name, change in PARTS),
+    *(
+        (
+            lambda path, change=change: change(path / NODES),
+            f"has {NODES}, which is a link, something else, or of another user",
+        )
+        for change in (link, something_else, of_another_user)
+    ),
     *(
         (partial(in_place_of_the_folder, make), reason)
         for make, reason in (
@@ -255,26 +243,21 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
             (folder_of_letters, r"is no store and has other files \(letter.txt\)"),
         )
     ),
-    (
-        lambda path: execute(path / "prompts.sqlite", "PRAGMA user_version = 2"),
-        "is a prefix store of version 2, and this one is 4: give another folder",
+    *(
+        (partial(of_another_version, name), rf"is a store of another version \({name}\), .*: give another folder")
+        for name in ("index", "prompts.sqlite", "nodes-99")
     ),
-    (of_another_program, "has prompts.sqlite of another program: give another folder"),
-    (of_the_format_before, "is a store of an earlier version, which this one does not read"),
 ]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="makes links")
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
 def test_folder_that_is_not_ours_is_refused_and_stays(change: Callable[[Path], Any], reason: str, path: Path):
-    known = open_folder(path)
-    keep(known, FIRST)
+    keep(open_folder(path), FIRST)
     change(path)
     before = contents(path.parent), path.lstat().st_mode
-    is_read = "give another" in reason  # by who has opened it before, too
-    for use in (partial(open_folder, path), *((known.entries, known.damages, partial(keep, known, (1,))) * is_read)):
-        with pytest.raises(PrefixStoreFolderError, match=reason):
-            use()
+    with pytest.raises(PrefixStoreFolderError, match=reason):
+        open_folder(path)
     assert (contents(path.parent), path.lstat().st_mode) == before
 
 

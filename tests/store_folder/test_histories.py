@@ -1,161 +1,183 @@
 """Random histories of a folder, with a dictionary of token tuples beside it."""
 
-import shutil
-from collections.abc import Set
+import tempfile
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
-from hf_hybrid_cache.prefix_store.folder import Folder, Match
-from hf_hybrid_cache.prefix_store.keys import as_bytes
+from hf_hybrid_cache.prefix_store.folder import Match
+from hf_hybrid_cache.prefix_store.keys import as_keys
 
-from common.soak import budget, count
+from common.soak import count, search_at_random
 from store_folder.stored import (
     IDENTITY,
+    MEMORY,
     Tokens,
     add,
     bytes_of_nodes,
     check,
+    check_whole,
     found,
     keys_of,
+    nodes_of,
     num_found,
     open_folder,
-    random_prompt,
     tokens_of,
 )
 
 
 class Kept(NamedTuple):
-    """All tokens up to the end of a node, the name of the one before it, and where it starts."""
+    """All tokens up to the end of a node, and where it starts."""
 
     tokens: Tokens
-    parent: str | None
     start: int
 
 
-def listed(user: Folder) -> dict[str, Kept]:
-    """Return what a folder says of its nodes, by their names."""
-    nodes = sorted((entry.node for entry in user.entries()), key=lambda node: node.start)
-    names, kept = {node.id: node.name for node in nodes}, dict[str, Kept]()
-    for node in nodes:
-        parent = names.get(node.parent or 0)
-        before = kept[parent].tokens if parent else ()
-        kept[node.name] = Kept(before + tokens_of(node.keys), parent, node.start)
-    return kept
+class Users(RuleBasedStateMachine):
+    """Two users of one folder, one at a time; `kept` is what is there, by the names of nodes."""
 
+    prompts, matches = Bundle("prompts"), Bundle("matches")
 
-class History:
-    """Steps on one folder by two of its users, one at a time; `random` says what is done, `kept` what is there."""
-
-    def __init__(self, path: Path, random: Random):
-        self.path, self.random = path, random
-        self.max_bytes = random.choice((None, 60_000, 150_000))
-        self.users = [self.opened(), self.opened()]
+    @initialize(max_bytes=st.sampled_from([None, 60_000, 150_000]))
+    def begin(self, max_bytes: int | None) -> None:
+        self.folder = tempfile.TemporaryDirectory(dir=MEMORY)
+        self.path, self.max_bytes = Path(self.folder.name, "store"), max_bytes
+        self.user, self.other = (open_folder(self.path, max_bytes) for _ in range(2))
         self.kept: dict[str, Kept] = {}
-        self.prompts: list[Tokens] = []
-        self.held: list[tuple[Match, Tokens]] = []
+        self.held: dict[Match, Tokens] = {}
 
-    def opened(self) -> Folder:
-        return open_folder(self.path, self.max_bytes)
+    def listed(self) -> dict[str, Kept]:
+        nodes, kept = nodes_of(self.path), dict[str, Kept]()
+        for node in nodes:
+            *before, last = (tokens_of(as_keys(head.keys)) for _, head in nodes.way_to(node))
+            kept[node.name] = Kept(sum((*before, last), ()), len(sum(before, ())))
+        return kept
 
-    def step(self) -> None:
-        once = (self.hold, self.let_go, self.remove, self.reopen)
-        step = self.random.choice((self.add, self.add, self.add, self.find, self.find, *once))
-        step(self.random.choice(self.users))
-        assert all(listed(user) == self.kept for user in self.users)
-        assert self.max_bytes is None or bytes_of_nodes(self.path) <= self.max_bytes
-        for match, tokens in self.held:
-            check(match, tokens)
-
-    def expected(self, tokens: Tokens) -> list[int]:
+    def ends(self, tokens: Tokens) -> list[int]:
         """Return after how many of its first tokens nodes end."""
-        return [len(each.tokens) for each in self.kept.values() if each.tokens == tokens[: len(each.tokens)]]
+        return [0, *(len(each.tokens) for each in self.kept.values() if each.tokens == tokens[: len(each.tokens)])]
 
-    def add(self, user: Folder) -> None:
-        tokens = random_prompt(self.random, self.prompts)
-        if self.random.random() < 0.3:
-            # The beginning of one that may be there.
-            tokens = tokens[: self.random.randint(1, len(tokens))]
-        ends = [0, *self.expected(tokens)]
-        is_new = max(ends) < len(tokens)
-        with found(user, tokens) as match:
-            start = self.random.choice((match.num_tokens, *ends, self.random.randrange(len(tokens))))
-            if is_new and start not in ends:
-                with pytest.raises(NodeNotFoundError):
-                    add(user, tokens, start)
-                return
+    @rule(target=prompts, before=st.just(()) | prompts, end=st.integers(0, 400), length=st.integers(1, 400))
+    def prompt(self, before: Tokens, end: int, length: int) -> Tokens:
+        """Begin as another prompt, up to somewhere, and go on."""
+        return before[:end] + tuple(Random(length).choices(range(3), k=length))
+
+    @rule(tokens=prompts, at=st.integers(0, 2), number=st.integers(0, 400))
+    def add(self, tokens: Tokens, at: int, number: int) -> None:
+        ends = sorted(self.ends(tokens), reverse=True)
+        is_new, start = ends[0] < len(tokens), (*ends, number % len(tokens))[min(at, len(ends))]
+        if is_new and start not in ends:
+            with pytest.raises(NodeNotFoundError):
+                add(self.user, tokens, start)
+            return
+        with found(self.user, tokens):
             try:
-                name = add(user, tokens, start)
+                name = add(self.user, tokens, start)
             except PrefixStoreFullError:
                 assert self.max_bytes is not None
                 return
-        self.prompts.append(tokens)
-        with found(user, tokens) as match:
-            assert match.num_tokens == len(tokens)
-            assert is_new or match.parts[-1].node.name == name
-        now = listed(user)
+        assert num_found(self.user, tokens) == len(tokens)
         if is_new:
             assert name not in self.kept
-            assert (now[name].tokens, now[name].start) == (tokens, start)
-            self.kept[name] = now[name]
+            self.kept[name] = Kept(tokens, start)
+        now = self.listed()
         # Only a limit makes others go.
-        gone = self.kept.keys() - now.keys()
-        assert not gone or (is_new and self.max_bytes is not None)
-        self.forget(gone)
+        assert now.keys() == self.kept.keys() or (is_new and self.max_bytes is not None)
+        self.kept = {each: self.kept[each] for each in now}
 
-    def find(self, user: Folder) -> None:
-        tokens = random_prompt(self.random, self.prompts)
-        with found(user, tokens) as match:
-            assert match.num_tokens == max(self.expected(tokens), default=0)
-            after, rest = (
-                tokens_of(as_bytes(user.nearest(IDENTITY, keys_of(tokens), match))),
-                tokens[match.num_tokens :],
-            )
-        last = match.parts[-1].node.name if match.parts else None
-        nexts = [each.tokens[each.start :] for each in self.kept.values() if each.parent == last]
+    @rule(tokens=prompts)
+    def find(self, tokens: Tokens) -> None:
+        with found(self.user, tokens) as match:
+            assert match.num_tokens == max(self.ends(tokens))
+            after = tokens_of(self.user.nearest(IDENTITY, keys_of(tokens), match))
+        done, rest = tokens[: match.num_tokens], tokens[match.num_tokens :]
+        nexts = [each.tokens[each.start :] for each in self.kept.values() if each.tokens[: each.start] == done]
         assert (after in nexts) == bool(nexts)
         assert num_common(after, rest) == max((num_common(each, rest) for each in nexts), default=0)
-        assert num_found(user, tokens, b"another model") == 0
-        for name, kept in self.random.sample(sorted(self.kept.items()), min(2, len(self.kept))):
-            assert tokens_of(as_bytes(user.keys(name))) == kept.tokens
+        assert num_found(self.user, tokens, b"another model") == 0
 
-    def hold(self, user: Folder) -> None:
-        if self.prompts and len(self.held) < 2:
-            tokens = self.random.choice(self.prompts)
-            self.held.append((user.find(IDENTITY, keys_of(tokens)), tokens))
+    @rule(target=matches, tokens=prompts)
+    def hold(self, tokens: Tokens) -> Match:
+        match = self.user.find(IDENTITY, keys_of(tokens))
+        self.held[match] = tokens
+        return match
 
-    def let_go(self, user: Folder) -> None:
-        if self.held:
-            self.held.pop()[0].close()
+    @rule(match=consumes(matches))
+    def let_go(self, match: Match) -> None:
+        match.close()
+        del self.held[match]
 
-    def remove(self, user: Folder) -> None:
-        name = self.random.choice(sorted(self.kept) or ["0" * 32])
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.kept) or [f"{'0' * 32}-{'0' * 32}"]))
         going = {name} & self.kept.keys()
-        for each in sorted(self.kept, key=lambda each: self.kept[each].start):
-            going |= {each} if self.kept[each].parent in going else set()
-        is_held = any(match.parts and match.parts[-1].node.name in going for match, *_ in self.held)
-        if is_held or not going:
-            with pytest.raises(NodeInUseError if is_held else NodeNotFoundError):
-                user.remove(name)
+        for each, kept in sorted(self.kept.items(), key=lambda item: item[1].start):
+            before = self.before(kept)
+            going |= {each} if before and before <= going else set()
+        if self.is_held(going) or not going:
+            with pytest.raises(NodeInUseError if going else NodeNotFoundError):
+                self.user.remove(name)
         else:
-            user.remove(name)
+            self.user.remove(name)
             self.forget(going)
 
-    def forget(self, names: Set[str]) -> None:
-        self.kept = {name: each for name, each in self.kept.items() if name not in names}
+    @rule(data=st.data())
+    def remove_unshared(self, data: st.DataObject) -> None:
+        name, going = data.draw(st.sampled_from(sorted(self.kept) or [""])), set[str]()
+        left = {name} & self.kept.keys()
+        while len(left) == 1 and all(self.before(kept).isdisjoint(left) for kept in self.but(going).values()):
+            going |= left
+            left = self.before(self.kept[left.pop()])
+        if len(left) < 2 and not self.is_held(going):  # of two ways to a node it goes back either
+            self.user.remove_unshared(name)
+            self.forget(going)
 
-    def reopen(self, user: Folder) -> None:
-        self.users[self.users.index(user)] = self.opened()
+    def before(self, kept: Kept) -> set[str]:
+        """Return the nodes that one continues."""
+        before = kept.tokens[: kept.start]
+        return {name for name, each in self.kept.items() if each.tokens == before}
 
-    def end(self) -> None:
-        for match, *_ in self.held:
+    def is_held(self, names: set[str]) -> bool:
+        return any(match.nodes and match.nodes[-1].name in names for match in self.held)
+
+    def but(self, names: set[str]) -> dict[str, Kept]:
+        return {name: kept for name, kept in self.kept.items() if name not in names}
+
+    def forget(self, names: set[str]) -> None:
+        self.kept = self.but(names)
+
+    @rule()
+    def reopen(self) -> None:
+        self.user = open_folder(self.path, self.max_bytes)
+
+    @invariant()
+    def folder_has_what_is_kept(self) -> None:
+        self.user, self.other = self.other, self.user
+        assert self.listed() == self.kept
+        assert self.max_bytes is None or bytes_of_nodes(self.path) <= self.max_bytes
+        for match, tokens in self.held.items():
+            check(match, tokens)
+
+    def teardown(self) -> None:
+        for match in self.held:
             match.close()
-        assert self.opened().damages() == {}
-        assert not list((self.path / "unfinished").iterdir())
+        check_whole(self.path)
         assert all(each.stat().st_mode & 0o077 == 0 for each in (self.path, *self.path.rglob("*")))
+        self.folder.cleanup()
+        count("histories of a prefix store")
 
 
 def num_common(one: Tokens, other: Tokens) -> int:
@@ -163,11 +185,5 @@ def num_common(one: Tokens, other: Tokens) -> int:
 
 
 @pytest.mark.soak
-def test_folder_when_used_at_random_then_finds_what_a_dictionary_does(path: Path):
-    for seed in range(budget(600, 30_000)):
-        history = History(path, Random(seed))
-        for _ in range(12):
-            history.step()
-        history.end()
-        count("histories of a prefix store")
-        shutil.rmtree(path)
+def test_folder_when_used_at_random_then_finds_what_a_dictionary_does():
+    run_state_machine_as_test(Users, settings=search_at_random(120_000, stateful_step_count=12))

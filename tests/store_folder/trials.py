@@ -40,13 +40,8 @@ _TRACE_ME, _NEXT_CALL = 0, 24  # of ptrace
 def remove(path: Path) -> None:
     user = open_folder(path)
     with found(user, BEGINNING) as match:
-        name = match.parts[0].node.name
+        name = match.nodes[0].name
     user.remove(name)
-
-
-def make_database(path: Path) -> None:
-    (path / "prompts.sqlite").unlink(missing_ok=True)
-    num_found(open_folder(path), NEW)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -54,7 +49,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "add": lambda path: keep(open_folder(path), NEW),
     "add_in_place_of_others": lambda path: keep(open_folder(path, MAX_BYTES), NEW),
     "remove": remove,
-    "make_database": make_database,
 }
 # How many tokens may be found then of the three prompts and the new one; `None` where any may be.
 WAYS = {
@@ -63,7 +57,6 @@ WAYS = {
     # In the order of removal.
     "add_in_place_of_others": [(300, 300, 100, 200), (200, 300, 100, 200), (200, 200, 100, 200), (200, 200, 100, 490)],
     "remove": [(300, 300, 100, 200), (300, 200, 100, 200), (200, 200, 100, 200), (0, 0, 100, 0)],
-    "make_database": [(300, 300, 100, 200)],
 }
 
 

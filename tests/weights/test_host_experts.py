@@ -32,7 +32,7 @@ def first_experts(model: PreTrainedModel) -> Any:
 # --- what a model computes
 
 
-@pytest.mark.covering(2)
+@pytest.mark.default("pairs")
 @pytest.mark.parametrize("num_tokens", [1, 7, 40], ids=["one token", "few", "more than an expert takes at once"])
 @in_bits
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)

@@ -21,7 +21,6 @@ from transformers import (
     AwqConfig,
     BitNetQuantConfig,
     BitsAndBytesConfig,
-    CompressedTensorsConfig,
     FineGrainedFP8Config,
     GPTQConfig,
     LlamaConfig,
@@ -112,33 +111,16 @@ def saved_and_loaded(folder: Path, config: Any) -> PreTrainedModel:
 # --- how each is quantized
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
-OF_INT8 = "Int8DynamicActivationInt8WeightConfig"
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-@form("torchao-int8", "torchao", "of type Int8Tensor", is_quick=True, config="Int8WeightOnlyConfig")
-@form(
-    "torchao-int8-activations",
-    "torchao",
-    "of type Int8Tensor",
-    rounds=True,
-    config=OF_INT8,
-)
-def torchao_direct(folder: Path, config: str, **options: Any) -> PreTrainedModel:
+@form("torchao-int8", "torchao", "of type Int8Tensor", is_quick=True)
+def torchao_direct(folder: Path) -> PreTrainedModel:
     """Quantize by torchao alone, which leaves no trace on the model: weights are tensors of another class."""
-    import torchao.quantization as torchao
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = copy.deepcopy(full_precision())
-    torchao.quantize_(model, getattr(torchao, config)(**options))
+    quantize_(model, Int8WeightOnlyConfig())
     return model
-
-
-@form("torchao-int4", "torchao", "of type IntxUnpackedToInt8Tensor")
-def torchao_int4(folder: Path) -> PreTrainedModel:
-    from torchao.quantization import PerGroup
-
-    return torchao_direct(folder, "IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=PerGroup(32))
 
 
 @form("torchao-loaded", "torchao", "(TorchAoConfig)", is_quick=True)
@@ -149,15 +131,11 @@ def torchao_loaded(folder: Path) -> PreTrainedModel:
 
 
 @form("quanto-int8", "optimum.quanto", "of type WeightQBytesTensor", is_quick=True)
-@form("quanto-int8-activations", "optimum.quanto", "of type WeightQBytesTensor", rounds=True, activations=True)
-def quanto_direct(folder: Path, activations: bool = False) -> PreTrainedModel:
+def quanto_direct(folder: Path) -> PreTrainedModel:
     from optimum import quanto
 
     model = copy.deepcopy(full_precision())
-    quanto.quantize(model, weights=quanto.qint8, activations=quanto.qint8 if activations else None)
-    if activations:
-        with quanto.Calibration():
-            model(random_prompt(1, 50))
+    quanto.quantize(model, weights=quanto.qint8)
     quanto.freeze(model)
     return model
 
@@ -167,26 +145,21 @@ def quanto_loaded(folder: Path) -> PreTrainedModel:
     return loaded(saved(folder), quantization_config=QuantoConfig(weights="int4"))
 
 
-@form("bitsandbytes-8", "bitsandbytes", "of type Int8Params", bits=8)
-@form("bitsandbytes-4", "bitsandbytes", "of type Params4bit", is_quick=True, bits=4)
-def bitsandbytes_direct(folder: Path, bits: int) -> PreTrainedModel:
+@form("bitsandbytes-4", "bitsandbytes", "of type Params4bit", is_quick=True)
+def bitsandbytes_direct(folder: Path) -> PreTrainedModel:
     """Quantize by bitsandbytes alone, which leaves no trace on the model: its parameters hold plain tensors."""
     import bitsandbytes
 
     model = copy.deepcopy(full_precision())
     for name, linear in linear_layers(model).items():
         sizes = linear.in_features, linear.out_features, False
-        if bits == 8:
-            module = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
-        else:
-            module = bitsandbytes.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+        module = bitsandbytes.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
         module.load_state_dict(linear.state_dict())
         model.model.set_submodule(name, module)
     return model.to("cpu")  # which is when it quantizes
 
 
 @form("bitsandbytes-loaded-8", "bitsandbytes", "(BitsAndBytesConfig)", load_in_8bit=True)
-@form("bitsandbytes-loaded-nf4", "bitsandbytes", "(BitsAndBytesConfig)", **NF4)
 def bitsandbytes_loaded(folder: Path, **options: Any) -> PreTrainedModel:
     return saved_and_loaded(folder, BitsAndBytesConfig(**options))
 
@@ -208,26 +181,26 @@ def hqq_direct(folder: Path) -> PreTrainedModel:
 
 
 @form("compressed-tensors-packed", "compressed_tensors", "of type torch.int32")
-def compressed(folder: Path, scheme: str = "pack-quantized", **weights: Any) -> PreTrainedModel:
+def compressed(folder: Path) -> PreTrainedModel:
     """Compress a model without `from_pretrained`: its weights are then plain parameters of codes."""
     from compressed_tensors import quantization
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
     model = copy.deepcopy(full_precision())
-    arguments = quantization.QuantizationArgs(symmetric=True, **weights or INT4)
+    arguments = quantization.QuantizationArgs(symmetric=True, **INT4)
     config = quantization.QuantizationConfig(
         config_groups={"all": quantization.QuantizationScheme(targets=["Linear"], weights=arguments)},
         ignore=["lm_head"],
-        format=scheme,
+        format="pack-quantized",
         quantization_status="compressed",
     )
     quantization.apply_quantization_config(model, config)
     for linear in linear_layers(model).values():
-        groups = linear.weight.detach().unflatten(1, (-1, arguments.group_size or linear.in_features))
+        groups = linear.weight.detach().unflatten(1, (-1, 32))
         scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
         linear.weight_scale.data.copy_(scale)
-    compressor = ModelCompressor.from_pretrained_model(model, quantization_format=scheme)
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format="pack-quantized")
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(folder)
@@ -235,11 +208,8 @@ def compressed(folder: Path, scheme: str = "pack-quantized", **weights: Any) -> 
 
 
 @form("compressed-tensors-loaded-int4", "compressed_tensors", "(CompressedTensorsConfig)", is_quick=True)
-@form(
-    "compressed-tensors-loaded-int8", "compressed_tensors", "(CompressedTensorsConfig)", scheme="int-quantized", **INT8
-)
-def compressed_loaded(folder: Path, scheme: str = "pack-quantized", **weights: Any) -> PreTrainedModel:
-    compressed(folder, scheme, **weights)
+def compressed_loaded(folder: Path) -> PreTrainedModel:
+    compressed(folder)
     return loaded(folder)
 
 
@@ -261,15 +231,6 @@ def gptq_loaded(folder: Path) -> PreTrainedModel:
     # The only one of the kernels that is not compiled for minutes.
     config = GPTQConfig(bits=4, backend="gptq_torch")
     return loaded(gptqmodel_saved(folder), quantization_config=config, device_map="cpu", dtype=torch.float32)
-
-
-@form("gptq", "gptqmodel", "of type torch.int32")
-def gptq_direct(folder: Path) -> PreTrainedModel:
-    """Quantize by GPTQ alone, which leaves no trace on the model: weights are plain buffers of codes."""
-    path = gptqmodel_saved(folder)
-    from gptqmodel import BACKEND, GPTQModel
-
-    return GPTQModel.load(str(path), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
 
 
 @form("awq-loaded", "gptqmodel", "(AwqConfig)")
@@ -336,12 +297,6 @@ def float8_loaded(folder: Path) -> PreTrainedModel:
         return {name: codes, f"{name}_scale_inv": scale.flatten(1)}
 
     return loaded(rewritten(folder, torch.bfloat16, FineGrainedFP8Config(weight_block_size=(32, 32)), blocks)).float()
-
-
-@form("compressed-tensors-dequantized", "compressed_tensors", is_quick=True)
-def compressed_dequantized(folder: Path) -> PreTrainedModel:
-    compressed(folder)
-    return loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
 @form("compressed-tensors-unpacked", "compressed_tensors", is_quick=True)

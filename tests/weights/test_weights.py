@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,26 +177,19 @@ TOKENS, WIDE_TOKENS = torch.randn(5, 64), torch.randn(5, 40)
 OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "linear": ("matrix", lambda weight: functional.linear(TOKENS, weight)),
     "linear with a bias": ("matrix", lambda weight: functional.linear(TOKENS, weight, WIDE_TOKENS[0])),
-    "linear of one token": ("matrix", lambda weight: functional.linear(TOKENS[0], weight)),
     "linear of no token": ("matrix", lambda weight: functional.linear(TOKENS[:0], weight)),
     "linear with a quantized bias": ("matrix", lambda weight: functional.linear(TOKENS, weight, weight[:, 0])),
     "matmul": ("matrix", lambda weight: TOKENS @ weight.T),
     "mm into a tensor": ("matrix", lambda weight: torch.mm(TOKENS, weight.T, out=torch.empty(5, 40))),
-    "added to a tensor": ("matrix", lambda weight: torch.zeros(40, 64).add_(weight).mul_(2)),
-    "matmul with mT": ("matrix", lambda weight: torch.matmul(TOKENS, weight.mT)),
     "matmul of the other side": ("matrix", lambda weight: WIDE_TOKENS @ weight),
-    "from the left": ("matrix", lambda weight: weight @ TOKENS.T),
     "addmm": ("transposed", lambda weight: torch.addmm(WIDE_TOKENS[0], TOKENS, weight)),
     "addmm with factors": ("transposed", lambda weight: torch.addmm(WIDE_TOKENS[0], TOKENS, weight, beta=2, alpha=3)),
     "rows": ("matrix", lambda weight: functional.embedding(torch.tensor([[3, 0], [39, 3]]), weight)),
-    "rows of one of several": ("stacked", lambda weight: functional.embedding(torch.tensor([3, 0]), weight[1])),
-    "rows by int32": ("matrix", lambda weight: functional.embedding(torch.tensor([3, 0], dtype=torch.int32), weight)),
     "rows of the transposed": ("transposed", lambda weight: functional.embedding(torch.tensor([63, 0]), weight)),
     "one of several": ("stacked", lambda weight: functional.linear(TOKENS, weight[1])),
     "the last of several": ("stacked", lambda weight: functional.linear(TOKENS, weight[-1])),
     "one by a tensor": ("stacked", lambda weight: functional.linear(TOKENS, weight[torch.tensor(2)])),
     "one transposed": ("stacked and transposed", lambda weight: TOKENS @ weight[0]),
-    "some of several": ("stacked", lambda weight: weight[torch.tensor([2, 0])]),
     "a slice": ("stacked", lambda weight: weight[1:, :3]),
     "groups": (
         "stacked",
@@ -206,11 +198,8 @@ OPERATIONS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
         ),
     ),
     "a number": ("matrix", lambda weight: weight[7, 3].item()),
-    "sum": ("matrix", lambda weight: weight.sum(0)),
     "other type": ("matrix", lambda weight: weight.to(torch.bfloat16)),
     "list": ("matrix", lambda weight: weight.tolist()),
-    "text": ("matrix", lambda weight: str(weight[:2, 3])),
-    "a copy of a view": ("matrix", lambda weight: copy.deepcopy(weight.mT[3]).zero_()),
     "numpy": ("matrix", lambda weight: torch.from_numpy(weight.numpy().copy())),
     "shape": ("stacked and transposed", lambda weight: (weight.shape, weight.size(-1), weight.dim(), weight.numel())),
 }
@@ -259,30 +248,17 @@ def test_what_torch_refuses_is_refused_with_its_own_error(kind: str, operation: 
 # --- writes
 
 
-def write_by_operator(weight: torch.Tensor) -> None:
-    weight += 1
-
-
 PLAIN = torch.zeros(40, 64)
 WRITES: dict[str, Callable[[Any], Any]] = {
     "an operation in place": lambda weight: weight.mul_(0),
-    "an operator": write_by_operator,
     "an item": lambda weight: weight.__setitem__(0, 0),
-    "items of a mask": lambda weight: weight.__setitem__(weight > 0, 0),
-    "a copy": lambda weight: weight.copy_(PLAIN),
     "data": lambda weight: weight.data.add_(1),
-    "initialization": nn.init.xavier_normal_,
     "an argument for the output": lambda weight: torch.mul(PLAIN, 2, out=weight),
-    "a product into it": lambda weight: torch.mm(PLAIN[:, :3], PLAIN[:3], out=weight),
     "one of a list": lambda weight: torch._foreach_add_([PLAIN.clone(), weight], 1),
     "norms of rows": lambda weight: functional.embedding(torch.tensor([1]), weight, max_norm=1e-3),
     "a row": lambda weight: weight[0].zero_(),
-    "a view": lambda weight: weight.view(-1).zero_(),
     "a view of a view": lambda weight: weight.detach()[1:].mT.flatten(1).clamp_(0),
-    "parts": lambda weight: weight.chunk(2)[1].fill_(3),
-    "rows of a loop": lambda weight: [row.zero_() for row in weight],
     "an array": lambda weight: weight.numpy().__setitem__(0, 0),
-    "an array of a view": lambda weight: np.asarray(weight[0]).__setitem__(0, 0),
     "other data": lambda weight: setattr(weight, "data", PLAIN),
     "memory of another library": torch.from_dlpack,
     "a function of Python": lambda weight: weight.apply_(lambda _: 0.0),

@@ -15,15 +15,15 @@ from ..vector.numbers_at import floats_at
 from ..vector.tiles import ROWS, score, score_bfloat16, softmax_tile, weigh
 from ..vector.vector_ir import BLOCK
 from .attention_call import (
-    SCRATCH,
     AttentionCall,
-    Scratch,
     cap_tile,
     factor_of,
     mask_tile,
     merge_rows,
     reset_rows,
     row_bytes,
+    scratch_at,
+    stored_at,
     take_rows,
 )
 
@@ -31,7 +31,7 @@ from .attention_call import (
 @jit
 def take_queries(head, address):
     """Write the queries of a KV head to its rows."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, scratch = call_at(address, AttentionCall), scratch_at(address)
     row = head * call.rows_at_once
     operand = scratch.operand + row * row_bytes(call.operand_is_bfloat16, address)
     rotated = scratch.rotated + row * row_bytes(call.rotated_is_bfloat16, address)
@@ -67,15 +67,15 @@ ATTEND: dict[np.dtype, Kernel] = {
 @jit_function
 def _attend_part(element, part, address):
     """Attend to a part's blocks, in the order of memory: all heads of a block before the next one."""
-    call = call_at(address, AttentionCall)
-    blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.quantized_blocks
-    items = share(part, call.parts - call.quantized_parts, blocks * call.heads)
+    call, stored = call_at(address, AttentionCall), stored_at(address)
+    blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks
+    items = share(part, call.parts - call.quantized_parts, blocks * stored.heads)
     part += call.quantized_parts
     start_part(part, items, address)
     for item in items:
-        block = item // call.heads
-        start = (block if block < call.first_quantized else block + call.quantized_blocks) * BLOCK
-        _attend_block(element, part, item, item - block * call.heads, start, address)
+        block = item // stored.heads
+        start = (block if block < stored.first_quantized else block + stored.quantized_blocks) * BLOCK
+        _attend_block(element, part, item, item - block * stored.heads, start, address)
 
 
 @jit_inlined
@@ -87,14 +87,14 @@ def share(part, parts, items):
 @jit_function
 def start_part(part, items, address):
     """Reset the rows of the heads that have a block in a part. The others get NaN as their maximum."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     memory, rows = part * scratch.part_bytes, call.rows_at_once
-    maxima = floats_at(scratch.maxima + memory, call.heads * rows)
+    maxima = floats_at(scratch.maxima + memory, stored.heads * rows)
     for row in range(maxima.size):
         maxima[row] = np.nan
-    for item in range(items.start, min(items.stop, items.start + call.heads)):
-        first = item % call.heads * rows
-        reset_rows(first, rows, scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory, call.width)
+    for item in range(items.start, min(items.stop, items.start + stored.heads)):
+        first = item % stored.heads * rows
+        reset_rows(first, rows, scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory, stored.width)
 
 
 @jit_inlined
@@ -106,9 +106,9 @@ def has_mask(address):
 @jit_function
 def _attend_block(element, part, item, head, start, address):
     """Attend to block number `item`, which begins at token `start`, with all rows of its head."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
-    memory, tokens = part * scratch.part_bytes, min(BLOCK, call.num_tokens - start)
-    keys, values = call.keys + item * call.key_bytes, call.values + item * call.value_bytes
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
+    memory, tokens = part * scratch.part_bytes, min(BLOCK, stored.num_tokens - start)
+    keys, values = stored.keys + item * stored.key_bytes, stored.values + item * stored.value_bytes
     scores, corrections = scratch.scores + memory, scratch.corrections + memory
     is_masked = has_mask(address) or tokens < BLOCK
     for first in range(0, call.rows_at_once, ROWS):
@@ -116,9 +116,9 @@ def _attend_block(element, part, item, head, start, address):
         stride = row_bytes(call.operand_is_bfloat16, address)
         query = scratch.operand + row * stride
         if call.operand_is_bfloat16:
-            score_bfloat16(element, query, stride, keys, call.key_dim, scores, values)
+            score_bfloat16(element, query, stride, keys, stored.key_dim, scores, values)
         else:
-            score(element, query, stride, keys, call.key_dim, scores, values)
+            score(element, query, stride, keys, stored.key_dim, scores, values)
         factor = factor_of(address)
         if call.cap:
             cap_tile(scores, factor, address)
@@ -128,16 +128,16 @@ def _attend_block(element, part, item, head, start, address):
             factor = numba.float32(1)
         state = memory + row * 4
         softmax_tile(scores, factor, scratch.maxima + state, scratch.sums + state, corrections)
-        partial = scratch.partial + memory + row * call.width * 4
-        weigh(element, scores, values, tokens, call.width, corrections, partial, keys + call.key_bytes)
+        partial = scratch.partial + memory + row * stored.width * 4
+        weigh(element, scores, values, tokens, stored.width, corrections, partial, keys + stored.key_bytes)
 
 
 @jit
 def merge_head(head, address):
     """Write the results of a head's rows from all parts."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     row = head * call.rows_at_once
-    maxima, sums, partial = scratch.maxima + row * 4, scratch.sums + row * 4, scratch.partial + row * call.width * 4
+    maxima, sums, partial = scratch.maxima + row * 4, scratch.sums + row * 4, scratch.partial + row * stored.width * 4
     merge_rows(head, 0, call.rows, call.parts, call.quantized_parts, maxima, sums, partial, scratch.part_bytes, address)
 
 

@@ -38,23 +38,42 @@ _EVEN_0, _EVEN_2 = np.float32(4.89352518554385e-03), np.float32(2.26843463243900
 _EVEN_4, _EVEN_6 = np.float32(1.18534705686654e-04), np.float32(1.19825839466702e-06)
 
 
+class Stored(NamedTuple):
+    """
+    Keys and values of a layer in host memory; a `Form` of the codes of keys, and one of those of values, follow it.
+
+    Blocks of tokens in full precision are those before the quantized ones, and those after them without a gap.
+    """
+
+    keys: int  # address of blocks in full precision [blocks, heads, key_dim, BLOCK]
+    values: int  # the same [blocks, heads, BLOCK, width]
+    key_bytes: int  # of one block of a head
+    value_bytes: int
+    packed_keys: int  # address of quantized blocks [quantized blocks, heads, bytes]
+    packed_values: int
+    query_factors: int  # address of float32 [num_kv_heads, key_dim], for quantized keys; 0 for none
+    rotation_matrix: int  # address of float32 [num_kv_heads, value_dim, value_dim], of quantized values; 0 for none
+    heads: int  # KV heads of all sequences
+    num_kv_heads: int  # of one sequence
+    key_dim: int
+    inner: int  # key_dim, padded
+    value_dim: int
+    width: int  # value_dim, padded
+    first_quantized: int  # blocks in full precision before the quantized ones
+    quantized_blocks: int
+    num_tokens: int
+
+
 class AttentionCall(NamedTuple):
     """
-    A call of attention; in memory `Scratch` follows it, and a `Form` of the codes of keys and one of those of values.
+    What is asked of stored tokens; in memory `Scratch` follows it.
 
     A row is a query of one of the query heads that share a KV head: row `g * query_length + i` is query `i` of query
     head `g`. Names with `_of_` are strides in bytes; those of masks are 0 along an axis that has one mask for all.
     """
 
     # Of each call:
-    keys: int  # address of blocks in full precision [blocks, heads, key_dim, BLOCK]
-    values: int  # the same [blocks, heads, BLOCK, width]
-    key_bytes: int  # of one block
-    value_bytes: int
-    packed_keys: int  # address of quantized blocks [quantized blocks, heads, bytes]
-    packed_values: int
-    query_factors: int  # address of float32 [num_kv_heads, key_dim], for quantized keys; 0 for none
-    rotation_matrix: int  # address of float32 [num_kv_heads, value_dim, value_dim], of quantized values; 0 for none
+    stored: int  # address of a `Stored`
     query: int  # address of [batch, query heads, query_length, key_dim], the last axis contiguous
     query_of_sequence: int
     query_of_head: int
@@ -66,12 +85,10 @@ class AttentionCall(NamedTuple):
     out_of_token: int
     out_is_bfloat16: int
     lse: int  # address of float32 [batch, query heads, query_length], written
-    num_tokens: int
     factor: int  # bits of a float64: 2 to the power of factor * product is a weight, unless there is a cap
     operand_is_bfloat16: int  # whether rows for blocks in full precision are
     rotated_is_bfloat16: int  # whether rows for codes are
-    first_quantized: int  # blocks in full precision before the quantized ones
-    quantized_blocks: int
+    rounds_to_integers: int  # whether what is folded with codes is rounded to integers
     parts: int
     quantized_parts: int  # the first ones, of a call by few queries
     # Masks:
@@ -89,16 +106,10 @@ class AttentionCall(NamedTuple):
     bias_of_token: int
     cap: int  # bits of a float64: scores are cap * tanh(factor * product), in the exponent of 2; 0 for no soft cap
     # Sizes:
-    heads: int  # KV heads of all sequences
-    num_kv_heads: int  # of one sequence
     group: int  # query heads of a KV head
     query_length: int
     rows: int  # of a KV head
     rows_at_once: int  # rows of a part; all rows, in whole tiles, in a call by few queries
-    key_dim: int
-    inner: int  # key_dim, padded
-    value_dim: int
-    width: int  # value_dim, padded
 
 
 class Scratch(NamedTuple):
@@ -131,7 +142,7 @@ class Form(NamedTuple):
 
     block_bytes: int
     bits: int
-    limit: int  # largest integer that folded numbers are rounded to; 0 for the portable way
+    limit: int  # largest integer that folded numbers are rounded to
     inner: int
     lanes: int
     group: int
@@ -141,10 +152,36 @@ class Form(NamedTuple):
     rotation: int
 
 
+# Bytes of what stands before the scratch memory of a call, and before the forms of stored tokens.
 SCRATCH = 8 * len(AttentionCall._fields)
-KEYS = SCRATCH + 8 * len(Scratch._fields)
+CALL_BYTES = SCRATCH + 8 * len(Scratch._fields)
+KEYS = 8 * len(Stored._fields)
 VALUES = KEYS + 8 * len(Form._fields)
-CALL_BYTES = VALUES + 8 * len(Form._fields)
+STORED_BYTES = VALUES + 8 * len(Form._fields)
+
+
+@jit_inlined
+def scratch_at(address):
+    """The scratch memory of a call."""
+    return call_at(address + SCRATCH, Scratch)
+
+
+@jit_inlined
+def stored_at(address):
+    """The stored tokens of a call."""
+    return call_at(call_at(address, AttentionCall).stored, Stored)
+
+
+@jit_inlined
+def key_form(address):
+    """The form of the codes of keys of a call."""
+    return call_at(call_at(address, AttentionCall).stored + KEYS, Form)
+
+
+@jit_inlined
+def value_form(address):
+    """The form of the codes of values of a call."""
+    return call_at(call_at(address, AttentionCall).stored + VALUES, Form)
 
 
 @jit_inlined
@@ -156,23 +193,23 @@ def factor_of(address):
 @jit_inlined
 def row_bytes(is_bfloat16, address):
     """Bytes of a row of an operand."""
-    return call_at(address, AttentionCall).inner * (2 if is_bfloat16 else 4)
+    return stored_at(address).inner * (2 if is_bfloat16 else 4)
 
 
 @jit_inlined
 def place_of(head, row, address):
     """The sequence, the query head and the index of the query of a row of a KV head; of the last row beyond the end."""
-    call = call_at(address, AttentionCall)
-    row, sequence = min(row, call.rows - 1), head // call.num_kv_heads
+    call, num_kv_heads = call_at(address, AttentionCall), stored_at(address).num_kv_heads
+    row, sequence = min(row, call.rows - 1), head // num_kv_heads
     group = row // call.query_length
-    kv_head = head - sequence * call.num_kv_heads
+    kv_head = head - sequence * num_kv_heads
     return sequence, kv_head * call.group + group, row - group * call.query_length
 
 
 @jit_function
 def take_rows(head, first, count, operand, rotated, address):
     """Write rows of queries for blocks in full precision, and for codes: times `query_factors`, rotated as the keys."""
-    call = call_at(address, AttentionCall)
+    call, stored = call_at(address, AttentionCall), stored_at(address)
     operand_bytes = row_bytes(call.operand_is_bfloat16, address)
     rotated_bytes = row_bytes(call.rotated_is_bfloat16, address)
     for row in range(count):
@@ -181,21 +218,21 @@ def take_rows(head, first, count, operand, rotated, address):
         given = Numbers(source + index * call.query_of_token, call.query_is_bfloat16)
         place = operand + row * operand_bytes
         if call.operand_is_bfloat16:
-            _copy_halves(given.address, call.key_dim, place, call.inner)
+            _copy_halves(given.address, stored.key_dim, place, stored.inner)
         else:
-            _load_row(given, call.key_dim, place, call.inner)
-        if call.quantized_blocks:
+            _load_row(given, stored.key_dim, place, stored.inner)
+        if stored.quantized_blocks:
             place = rotated + row * rotated_bytes
-            _load_row(given, call.key_dim, place, call.inner)
-            numbers = floats_at(place, call.key_dim)
-            if call.query_factors:
-                of_head = head % call.num_kv_heads * call.key_dim * 4
-                factors = floats_at(call.query_factors + of_head, call.key_dim)
-                for d in range(call.key_dim):
+            _load_row(given, stored.key_dim, place, stored.inner)
+            numbers = floats_at(place, stored.key_dim)
+            if stored.query_factors:
+                of_head = head % stored.num_kv_heads * stored.key_dim * 4
+                factors = floats_at(stored.query_factors + of_head, stored.key_dim)
+                for d in range(stored.key_dim):
                     numbers[d] *= factors[d]
-            rotate(place, call.key_dim, call_at(address + KEYS, Form).rotation)
+            rotate(place, stored.key_dim, key_form(address).rotation)
             if call.rotated_is_bfloat16:
-                store_numbers(floats_at(place, call.inner), Numbers(place, 1), 0, call.inner)
+                store_numbers(floats_at(place, stored.inner), Numbers(place, 1), 0, stored.inner)
 
 
 @jit_function
@@ -270,7 +307,7 @@ def mask_tile(head, first, start, ranges, scores, factor, address):
     NaN.
     """
     call = call_at(address, AttentionCall)
-    tokens = min(BLOCK, call.num_tokens - start)
+    tokens = min(BLOCK, stored_at(address).num_tokens - start)
     for tile_row in range(ROWS):
         sequence, query_head, index = place_of(head, first + tile_row, address)
         numbers = floats_at(scores + tile_row * BLOCK * 4, BLOCK)
@@ -309,37 +346,37 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
     maxima, sums, partial: addresses of the first part's, `part_bytes` before those of the next. A maximum that is NaN
     marks a part without any tokens. The first `rotated_parts` parts are sums of quantized values.
     """
-    call = call_at(address, AttentionCall)
-    merged, floats = np.empty(call.width, np.float64), np.empty((2, call.width), np.float32)
-    matrix = call.rotation_matrix
+    call, stored = call_at(address, AttentionCall), stored_at(address)
+    merged, floats = np.empty(stored.width, np.float64), np.empty((2, stored.width), np.float32)
+    matrix = stored.rotation_matrix
     if matrix:
-        matrix += head % call.num_kv_heads * call.value_dim * call.value_dim * 4
-    rotation = call_at(address + VALUES, Form).rotation
+        matrix += head % stored.num_kv_heads * stored.value_dim * stored.value_dim * 4
+    rotation = value_form(address).rotation
     for row in range(count):
         base, total = _highest(maxima + row * 4, parts, part_bytes), 0.0
-        for column in range(call.width):
+        for column in range(stored.width):
             merged[column] = 0
         for part in range(parts):
             if 0 < part == rotated_parts:
-                rotate_back(merged, call.value_dim, rotation, matrix, floats)
+                rotate_back(merged, stored.value_dim, rotation, matrix, floats)
             memory = part * part_bytes
             maximum = floats_at(maxima + memory, row + 1)[row]
             if np.isnan(maximum):
                 continue
             weight = _power_of_two(maximum - base)
             total += weight * floats_at(sums + memory, row + 1)[row]
-            numbers = floats_at(partial + memory + row * call.width * 4, call.width)
-            for column in range(call.width):
+            numbers = floats_at(partial + memory + row * stored.width * 4, stored.width)
+            for column in range(stored.width):
                 merged[column] += weight * numbers[column]
         if rotated_parts == parts:
-            rotate_back(merged, call.value_dim, rotation, matrix, floats)
-        for column in range(call.width):
+            rotate_back(merged, stored.value_dim, rotation, matrix, floats)
+        for column in range(stored.width):
             # A row that sees no token gives zeros, or NaN if a score is NaN, as torch does.
             floats[0, column] = merged[column] / total if total != 0 else merged[column]
         sequence, query_head, index = place_of(head, first + row, address)
         target = call.out + sequence * call.out_of_sequence + query_head * call.out_of_head + index * call.out_of_token
-        store_numbers(floats[0], Numbers(target, call.out_is_bfloat16), 0, call.value_dim)
-        place = (sequence * call.num_kv_heads * call.group + query_head) * call.query_length + index
+        store_numbers(floats[0], Numbers(target, call.out_is_bfloat16), 0, stored.value_dim)
+        place = (sequence * stored.num_kv_heads * call.group + query_head) * call.query_length + index
         # Maxima are kept times log2(e).
         floats_at(call.lse, place + 1)[place] = base / LOG2_E + np.log(total)
 

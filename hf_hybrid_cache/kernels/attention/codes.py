@@ -15,15 +15,14 @@ from ..vector.tiles import ROWS, softmax_codes
 from ..vector.vector_ir import BLOCK, CACHE_LINE
 from .attention import has_mask, share, start_part
 from .attention_call import (
-    KEYS,
-    SCRATCH,
-    VALUES,
     AttentionCall,
-    Form,
-    Scratch,
     cap_tile,
     factor_of,
+    key_form,
     mask_tile,
+    scratch_at,
+    stored_at,
+    value_form,
 )
 from .folding import fold_rows
 
@@ -39,9 +38,9 @@ _LINE_SCALES = CACHE_LINE // 2  # bfloat16 scales in a cache line
 @jit
 def attend_codes(part, address):
     """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
-    call, memory = call_at(address, AttentionCall), part * call_at(address + SCRATCH, Scratch).part_bytes
-    keys, values = call_at(address + KEYS, Form), call_at(address + VALUES, Form)
-    items = share(part, call.quantized_parts, call.quantized_blocks * call.heads)
+    call, stored = call_at(address, AttentionCall), stored_at(address)
+    keys, values, memory = key_form(address), value_form(address), part * scratch_at(address).part_bytes
+    items = share(part, call.quantized_parts, stored.quantized_blocks * stored.heads)
     start_part(part, items, address)
     for first in range(items.start, items.stop, BLOCKS_AT_ONCE):
         count = min(BLOCKS_AT_ONCE, items.stop - first)
@@ -59,22 +58,22 @@ def attend_codes(part, address):
 @jit_inlined
 def _place_blocks(first, count, last, memory, address):
     """Note the blocks, from number `first` on, that are attended to side by side. Number `last` is the part's last."""
-    call, blocks = call_at(address, AttentionCall), _blocks(memory, address)
-    key_bytes, value_bytes = call_at(address + KEYS, Form).block_bytes, call_at(address + VALUES, Form).block_bytes
+    stored, blocks = stored_at(address), _blocks(memory, address)
+    key_bytes, value_bytes = key_form(address).block_bytes, value_form(address).block_bytes
     for which in range(count):
         item = first + which
-        block, following = item // call.heads, min(item + BLOCKS_AT_ONCE, last)
-        blocks[which, _HEAD] = item - block * call.heads
-        blocks[which, _START] = (call.first_quantized + block) * BLOCK
-        blocks[which, _KEYS] = call.packed_keys + item * key_bytes
-        blocks[which, _VALUES] = call.packed_values + item * value_bytes
-        blocks[which, _NEXT_KEYS] = call.packed_keys + following * key_bytes
-        blocks[which, _NEXT_VALUES] = call.packed_values + following * value_bytes
+        block, following = item // stored.heads, min(item + BLOCKS_AT_ONCE, last)
+        blocks[which, _HEAD] = item - block * stored.heads
+        blocks[which, _START] = (stored.first_quantized + block) * BLOCK
+        blocks[which, _KEYS] = stored.packed_keys + item * key_bytes
+        blocks[which, _VALUES] = stored.packed_values + item * value_bytes
+        blocks[which, _NEXT_KEYS] = stored.packed_keys + following * key_bytes
+        blocks[which, _NEXT_VALUES] = stored.packed_values + following * value_bytes
 
 
 @jit_inlined
 def _blocks(memory, address):
-    scratch = call_at(address + SCRATCH, Scratch)
+    scratch = scratch_at(address)
     return integers_at(scratch.blocks + memory, (BLOCKS_AT_ONCE, _NUMBERS))
 
 
@@ -85,12 +84,13 @@ def _fold(count, row, group, of_keys, memory, address):
 
     It prefetches those of the blocks that come next.
     """
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
-    form, blocks = call_at(address + (KEYS if of_keys else VALUES), Form), _blocks(memory, address)
-    is_quad = form.limit > 0 and form.bits <= MOST_BITS_OF_QUADS
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
+    form, blocks = key_form(address) if of_keys else value_form(address), _blocks(memory, address)
+    limit = form.limit if call.rounds_to_integers else 0
+    is_quad = limit > 0 and form.bits <= MOST_BITS_OF_QUADS
     middle = numba.float32(((1 << form.bits) - 1) * 0.5 if is_quad else 0)
     factor = factor_of(address) if of_keys else numba.float32(1)
-    stride, at = call.inner * 4 if of_keys else BLOCK * 4, form.scales + group * form.inner * 2
+    stride, at = stored.inner * 4 if of_keys else BLOCK * 4, form.scales + group * form.inner * 2
     for which in range(count):
         scales = blocks[which, _KEYS if of_keys else _VALUES] + at
         _prefetch_scales(blocks[which, _NEXT_KEYS if of_keys else _NEXT_VALUES] + at, form)
@@ -98,7 +98,7 @@ def _fold(count, row, group, of_keys, memory, address):
         if of_keys:
             rows = scratch.rotated + (blocks[which, _HEAD] * call.rows_at_once + row) * stride
         fold_rows(
-            rows, stride, scales, scales + form.minima, form.inner, form.bits, middle, form.limit, factor,
+            rows, stride, scales, scales + form.minima, form.inner, form.bits, middle, limit, factor,
             scratch.folded + memory, scratch.rounded + memory + which * scratch.rounded_bytes,
             scratch.steps + of_rows, scratch.constants + of_rows,
         )  # fmt: skip
@@ -115,13 +115,13 @@ def _prefetch_scales(scales, form):
 @jit_function
 def _score(count, group, memory, address):
     """Write the scores of a group's tokens, and prefetch the next keys."""
-    scratch, form = call_at(address + SCRATCH, Scratch), call_at(address + KEYS, Form)
+    call, scratch, form = call_at(address, AttentionCall), scratch_at(address), key_form(address)
     blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, BLOCK)
     for which in range(count):
         of_rows = memory + which * ROWS * 4
         score_codes(
-            form.bits, form.limit > 0, scratch.rounded + memory + which * scratch.rounded_bytes, blocks[which, _KEYS],
-            form.inner, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
+            form.bits, call.rounds_to_integers != 0, scratch.rounded + memory + which * scratch.rounded_bytes,
+            blocks[which, _KEYS], form.inner, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
             scratch.scores + memory + which * ROWS * BLOCK * 4, blocks[which, _NEXT_KEYS],
         )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _score(count, group, memory, address):
 @jit_function
 def _weigh(count, row, memory, address):
     """Turn scores into weights, one block after the other, as blocks of the same head share their maxima and sums."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, scratch = call_at(address, AttentionCall), scratch_at(address)
     blocks, one = _blocks(memory, address), numba.float32(1)
     for which in range(count):
         head, scores = blocks[which, _HEAD], scratch.scores + memory + which * ROWS * BLOCK * 4
@@ -144,19 +144,20 @@ def _weigh(count, row, memory, address):
 @jit_function
 def _add_values(count, row, group, memory, address):
     """Correct a group's channels in the partial results, add the weighted values, and prefetch the next values."""
-    call, scratch, form = (
+    call, stored, scratch, form = (
         call_at(address, AttentionCall),
-        call_at(address + SCRATCH, Scratch),
-        call_at(address + VALUES, Form),
+        stored_at(address),
+        scratch_at(address),
+        value_form(address),
     )
     blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, form.lanes)
     for which in range(count):
         of_rows, at = memory + which * ROWS * 4, blocks[which, _HEAD] * call.rows_at_once + row
         weigh_codes(
-            form.bits, form.limit > 0, scratch.rounded + memory + which * scratch.rounded_bytes, blocks[which, _VALUES],
-            form.inner, form.lanes, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
-            scratch.corrections + of_rows, scratch.partial + memory + at * call.width * 4,
-            blocks[which, _NEXT_VALUES],
+            form.bits, call.rounds_to_integers != 0, scratch.rounded + memory + which * scratch.rounded_bytes,
+            blocks[which, _VALUES], form.inner, form.lanes, first, end, scratch.steps + of_rows,
+            scratch.constants + of_rows, scratch.corrections + of_rows,
+            scratch.partial + memory + at * stored.width * 4, blocks[which, _NEXT_VALUES],
         )  # fmt: skip
 
 

@@ -25,20 +25,19 @@ from ..vector.tiles import (
 from ..vector.vector_ir import BLOCK
 from .attention import has_mask
 from .attention_call import (
-    KEYS,
-    SCRATCH,
-    VALUES,
     AttentionCall,
-    Form,
-    Scratch,
     cap_tile,
     factor_of,
+    key_form,
     mask_tile,
     merge_rows,
     place_of,
     reset_rows,
     row_bytes,
+    scratch_at,
+    stored_at,
     take_rows,
+    value_form,
 )
 from .block_operands import dequantized, unpacked_or_packed
 
@@ -58,17 +57,17 @@ def _attend_part(part, thread, work):
     see most tokens; they come first, so that all threads end at about the same time.
     """
     element, address = work
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     parts = (call.rows + call.rows_at_once - 1) // call.rows_at_once
     head, first = part // parts, (parts - 1 - part % parts) * call.rows_at_once
     count, memory = min(call.rows_at_once, call.rows - first), thread * scratch.part_bytes
-    sides, padded = 2 if call.quantized_blocks else 1, (count + ROWS - 1) // ROWS * ROWS
+    sides, padded = 2 if stored.quantized_blocks else 1, (count + ROWS - 1) // ROWS * ROWS
     maxima, sums, partial = scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory
     # Rows beyond the end are the last one once more: what the memory held before might be slow to multiply.
     take_rows(head, first, padded, scratch.operand + memory, scratch.rotated + memory, address)
     for side in range(sides):
         beside = side * scratch.side_bytes
-        reset_rows(0, padded, maxima + beside, sums + beside, partial + beside, call.width)
+        reset_rows(0, padded, maxima + beside, sums + beside, partial + beside, stored.width)
     begin, end = _take_ranges(head, first, padded, scratch.ranges + memory, address)
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         _attend_block(element, block, head, first, padded, memory, address)
@@ -92,11 +91,11 @@ def _take_ranges(head, first, count, ranges, address):
 @jit_function
 def _attend_block(element, block, head, first, padded, memory, address):
     """Attend to a block with `padded` rows, from `first` on."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     start, one = block * BLOCK, numba.float32(1)
-    tokens = min(BLOCK, call.num_tokens - start)
+    tokens = min(BLOCK, stored.num_tokens - start)
     keys, values, inner, side = _operands(element, block, head, tokens, memory, address)
-    is_rotated = call.quantized_blocks > 0 and side == 0
+    is_rotated = stored.quantized_blocks > 0 and side == 0
     queries = memory + (scratch.rotated if is_rotated else scratch.operand)
     stride = row_bytes(call.rotated_is_bfloat16 if is_rotated else call.operand_is_bfloat16, address)
     scores, corrections, beside = scratch.scores + memory, scratch.corrections + memory, side * scratch.side_bytes
@@ -118,34 +117,35 @@ def _attend_block(element, block, head, first, padded, memory, address):
             factor = one
         state = memory + beside + row * 4
         maxima, sums = scratch.maxima + state, scratch.sums + state
-        partial = scratch.partial + memory + beside + row * call.width * 4
+        partial = scratch.partial + memory + beside + row * stored.width * 4
         if is_packed(element):
             softmax_pairs(scores, factor, maxima, sums, corrections)
-            weigh_pairs(scores, values, (tokens + 1) // 2, call.width, corrections, partial)
+            weigh_pairs(scores, values, (tokens + 1) // 2, stored.width, corrections, partial)
         else:
             softmax_tile(scores, factor, maxima, sums, corrections)
-            weigh(one, scores, values, tokens, call.width, corrections, partial, values)
+            weigh(one, scores, values, tokens, stored.width, corrections, partial, values)
 
 
 @jit_function
 def _operands(element, block, head, tokens, memory, address):
     """Make a block's operands. Returns those of keys and values, the channels of keys, and the side of the results."""
-    call, scratch = call_at(address, AttentionCall), call_at(address + SCRATCH, Scratch)
-    keys, values, quantized = scratch.key_operand + memory, scratch.value_operand + memory, block - call.first_quantized
-    if 0 <= quantized < call.quantized_blocks:
-        item = quantized * call.heads + head
-        of_keys, of_values = call_at(address + KEYS, Form), call_at(address + VALUES, Form)
-        dequantized(element, call.packed_keys + item * of_keys.block_bytes, of_keys, keys)
-        dequantized(element, call.packed_values + item * of_values.block_bytes, of_values, values)
-        return keys, values, call.inner, 0
-    side = 1 if call.quantized_blocks else 0
-    item = (block if quantized < 0 else block - call.quantized_blocks) * call.heads + head
-    keys_from, values_from = call.keys + item * call.key_bytes, call.values + item * call.value_bytes
+    stored, scratch = stored_at(address), scratch_at(address)
+    keys, values = scratch.key_operand + memory, scratch.value_operand + memory
+    quantized = block - stored.first_quantized
+    if 0 <= quantized < stored.quantized_blocks:
+        item = quantized * stored.heads + head
+        of_keys, of_values = key_form(address), value_form(address)
+        dequantized(element, stored.packed_keys + item * of_keys.block_bytes, of_keys, keys)
+        dequantized(element, stored.packed_values + item * of_values.block_bytes, of_values, values)
+        return keys, values, stored.inner, 0
+    side = 1 if stored.quantized_blocks else 0
+    item = (block if quantized < 0 else block - stored.quantized_blocks) * stored.heads + head
+    keys_from, values_from = stored.keys + item * stored.key_bytes, stored.values + item * stored.value_bytes
     if is_float32(element):
-        return keys_from, values_from, call.key_dim, side
-    inner = (call.key_dim + 1) // 2 * 2
-    unpacked_or_packed(element, keys_from, call.key_dim, BLOCK, inner, keys)
-    unpacked_or_packed(element, values_from, tokens, call.width, (tokens + 1) // 2 * 2, values)
+        return keys_from, values_from, stored.key_dim, side
+    inner = (stored.key_dim + 1) // 2 * 2
+    unpacked_or_packed(element, keys_from, stored.key_dim, BLOCK, inner, keys)
+    unpacked_or_packed(element, values_from, tokens, stored.width, (tokens + 1) // 2 * 2, values)
     return keys, values, inner, side
 
 

@@ -1,14 +1,13 @@
-"""Calls of the kernels of attention: their description in memory, and memory that calls use again."""
+"""Calls of the kernels of attention: what is asked, written to memory, and memory that calls use again."""
 
+import math
 import struct
-from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..forms.blocks import PackedLayout, value_width
-from ..vector.code_tiles import MOST_BITS_OF_QUADS
+from ..forms.blocks import value_width
 from ..vector.numbers_at import bits_of_double
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
@@ -16,9 +15,10 @@ from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kern
 from ..vector.tiles import ROWS
 from ..vector.vector_ir import BLOCK, CACHE_LINE, LOG2_E
 from .attention import ATTEND, merge_head, take_queries
-from .attention_call import CALL_BYTES, KEYS, SCRATCH, AttentionCall, Form, Scratch
+from .attention_call import CALL_BYTES, SCRATCH, AttentionCall, Scratch
 from .codes import BLOCKS_AT_ONCE, BLOCKS_BYTES, attend_codes
 from .prefill_attention import attend_prefill
+from .stored_blocks import StoredBlocks
 
 # float32 sums over more blocks would lose digits; the sums of parts are added in float64.
 _PART_BLOCKS = 64
@@ -31,9 +31,9 @@ _MOST_ROWS, _FEWEST_ROWS = 256, 32
 # Several parts of many queries for each thread, so that threads end at about the same time.
 _PARTS_OF_A_THREAD = 4
 
-_OF_EACH_CALL = struct.Struct("@20qd6q")  # the fields up to `quantized_parts`; the factor is a float64
+_OF_EACH_CALL = struct.Struct("@12qd5q")  # the fields up to `quantized_parts`; the factor is a float64
 _NOTHING = np.zeros(0, np.uint8), 0
-_SEEN, _CAP, _HEADS = (8 * AttentionCall._fields.index(name) for name in ("seen", "cap", "heads"))
+_SEEN, _CAP, _GROUP = (8 * AttentionCall._fields.index(name) for name in ("seen", "cap", "group"))
 
 
 class Shape(NamedTuple):
@@ -78,35 +78,6 @@ class Strided(NamedTuple):
     is_bfloat16: bool
 
 
-class QuantizedBlocks(NamedTuple):
-    """
-    The quantized blocks of a layer.
-
-    It is a tuple, because one is made for each layer and token.
-
-    Attributes:
-        keys: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `key_layout`.
-        values: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `value_layout`.
-        first: number of blocks in full precision before them.
-        num_blocks: number of quantized blocks.
-        key_layout: layout of the packed blocks of keys.
-        value_layout: layout of the packed blocks of values.
-        query_factors: float32 `[num_kv_heads, key_dim]`, by which the query's channels are multiplied before rotation:
-            the reciprocals of the factors of the keys' channels; `None` for ones.
-        rotation_matrix: float32 `[num_kv_heads, value_dim, value_dim]`, by which sums of values, as row vectors, are
-            multiplied after they are rotated back; `None` for no such product.
-    """
-
-    keys: np.ndarray
-    values: np.ndarray
-    first: int
-    num_blocks: int
-    key_layout: PackedLayout
-    value_layout: PackedLayout
-    query_factors: np.ndarray | None = None
-    rotation_matrix: np.ndarray | None = None
-
-
 class WorkingMemory:
     """
     Memory in which calls of any shape work, one after the other.
@@ -147,7 +118,7 @@ class WorkingMemory:
 
 class _Calls:
     """
-    Calls of one shape: their description, of which each call writes what is new.
+    Calls of one shape: what is asked, of which each call writes what is new.
 
     Args:
         shape: of the calls.
@@ -155,53 +126,42 @@ class _Calls:
         sizes: bytes of each array of a part's memory, by names of `Scratch`.
         shared: the same of arrays that all parts share.
         strides: further fields of `Scratch`.
+
+    Attributes:
+        numbers: an `AttentionCall` and its `Scratch`.
+        address: of these.
     """
 
     def __init__(
         self, shape: Shape, rows_at_once: int, sizes: dict[str, int], shared: dict[str, int], strides: dict[str, int]
     ):
-        batch, num_kv_heads, group, query_length, key_dim, value_dim = shape
-        self._numbers = np.zeros(CALL_BYTES // 8, np.int64)
-        self._buffer, self.address = self._numbers.data, int(self._numbers.ctypes.data)
-        self._write(
-            _HEADS, batch * num_kv_heads, num_kv_heads, group, query_length, group * query_length, rows_at_once,
-            key_dim, value_width(key_dim), value_dim, value_width(value_dim),
-        )  # fmt: skip
+        self.numbers = np.zeros(CALL_BYTES // 8, np.int64)
+        self._buffer, self.address = self.numbers.data, int(self.numbers.ctypes.data)
+        rows = shape.group * shape.query_length
+        self._write(_GROUP, shape.group, shape.query_length, rows, rows_at_once)
         shared_offsets, self._shared_bytes = laid_out(shared)
         offsets, self._part_bytes = laid_out(sizes)
         self._offsets = shared_offsets | {name: self._shared_bytes + offset for name, offset in offsets.items()}
         self._strides = strides | {"part_bytes": self._part_bytes}
-        # What the description says. Writing it may be interrupted.
+        # What is written. Writing may be interrupted.
         self._works_at = 0
         self._is_masked = False
         self._cap: float | None = None
-        self._forms: tuple[Any, ...] = ()
 
     def _write(self, offset: int, *numbers: int) -> None:
-        self._numbers[offset // 8 : offset // 8 + len(numbers)] = numbers
+        self.numbers[offset // 8 : offset // 8 + len(numbers)] = numbers
 
-    def work_in(self, memory: WorkingMemory, parts: int) -> None:
-        """Have memory to work in for so many parts or threads."""
-        # Rows of queries that fill up a tile are not written: what was there before might be slow to multiply.
-        start = memory.of(self, self._shared_bytes + parts * self._part_bytes, self._shared_bytes)
-        if start != self._works_at:
-            self._works_at = 0
-            fields = {name: start + offset for name, offset in self._offsets.items()} | self._strides
-            self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
-            self._works_at = start
-
-    def describe(
+    def ask(
         self,
+        memory: WorkingMemory,
+        at_once: int,
+        blocks: StoredBlocks,
         query: Strided,
         out: Strided,
         lse: int,
-        keys: np.ndarray,
-        values: np.ndarray,
-        num_tokens: int,
         scale: float,
         operand_is_bfloat16: bool,
         rotated_is_bfloat16: bool,
-        quantized: QuantizedBlocks | None,
         parts: int,
         quantized_parts: int,
         seen: np.ndarray | None,
@@ -209,24 +169,25 @@ class _Calls:
         bias: np.ndarray | None,
         cap: float | None,
     ) -> None:
-        """Write a call; `attend_many` describes the arguments."""
-        first, num_blocks, of_codes = 0, 0, [0] * 4
-        if quantized is not None:
-            first, num_blocks = quantized.first, quantized.num_blocks
-            arrays = quantized.keys, quantized.values, quantized.query_factors, quantized.rotation_matrix
-            of_codes = [0 if array is None else array.ctypes.data for array in arrays]
-            forms = quantized.key_layout, quantized.value_layout, uses_integer_kernels()
-            if forms != self._forms:
-                self._forms = ()
-                self._write(KEYS, *_form(forms[0], forms[2], 127), *_form(forms[1], forms[2], 255))
-                self._forms = forms
+        """
+        Write a call, and have memory to work in for `at_once` parts or threads.
+
+        The arguments are those of `attend_many`, or fields of `AttentionCall`.
+        """
+        # Rows of queries that fill up a tile are not written: what was there before might be slow to multiply.
+        start = memory.of(self, self._shared_bytes + at_once * self._part_bytes, self._shared_bytes)
+        if start != self._works_at:
+            self._works_at = 0
+            fields = {name: start + offset for name, offset in self._offsets.items()} | self._strides
+            self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
+            self._works_at = start
         factor = scale * LOG2_E if cap is None else scale / cap
         _OF_EACH_CALL.pack_into(
-            self._buffer, 0, keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], *of_codes,
-            *query, *out, lse, num_tokens, factor, operand_is_bfloat16, rotated_is_bfloat16, first, num_blocks,
-            parts, quantized_parts,
+            self._buffer, 0, blocks.address, *query, *out, lse, factor, operand_is_bfloat16,
+            rotated_is_bfloat16, quantized_parts > 0 and uses_integer_kernels(), parts, quantized_parts,
         )  # fmt: skip
         if cap != self._cap:
+            self._cap = math.nan  # unlike any other, should the next line be interrupted
             self._write(_CAP, 0 if cap is None else bits_of_double(cap * LOG2_E))
             self._cap = cap
         is_masked = seen is not None or visible is not None or bias is not None
@@ -234,16 +195,6 @@ class _Calls:
             self._is_masked = True
             self._write(_SEEN, *_mask(seen), *_mask(visible), *_mask(bias))
             self._is_masked = is_masked
-
-    @property
-    def written(self) -> np.ndarray:
-        """A copy of the call that was described last."""
-        return self._numbers.copy()
-
-    def with_scratch(self, calls: np.ndarray) -> np.ndarray:
-        """Let calls that were described, one in each row, have the scratch memory of now."""
-        calls[:, SCRATCH // 8 : KEYS // 8] = self._numbers[SCRATCH // 8 : KEYS // 8]
-        return calls
 
 
 class _CallsOfMany(_Calls):
@@ -279,10 +230,10 @@ class Workspace:
         batch, num_kv_heads, group, query_length, key_dim, value_dim = shape
         self.lse = np.zeros((batch, num_kv_heads * group, query_length), np.float32)
         self._lse: int = self.lse.ctypes.data
-        self._heads = batch * num_kv_heads
         rows = -(-group * query_length // ROWS) * ROWS
-        self._has_many_rows = group * query_length > ROWS
-        inner, of_rows = value_width(key_dim), 4 * self._heads * rows
+        # With one tile of rows nothing is gained: the pairs of a key would be put together for it alone.
+        self._multiplies_bfloat16 = group * query_length > ROWS and key_dim % 2 == 0 and has_bfloat16_products()
+        inner, of_rows = value_width(key_dim), 4 * batch * num_kv_heads * rows
         longest, of_blocks = max(inner, BLOCK), 4 * BLOCKS_AT_ONCE * ROWS
         sizes = {"maxima": of_rows, "sums": of_rows, "partial": of_rows * value_width(value_dim)}
         sizes |= {"scores": of_blocks * BLOCK, "corrections": of_blocks, "steps": of_blocks, "constants": of_blocks}
@@ -297,115 +248,63 @@ class Workspace:
         self,
         query: Strided,
         out: Strided,
-        keys: np.ndarray,
-        values: np.ndarray,
-        num_tokens: int,
+        blocks: StoredBlocks,
         scale: float,
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
-        quantized: QuantizedBlocks | None = None,
         cap: float | None = None,
     ) -> None:
         """
-        Attend to the first `num_tokens` tokens.
+        Attend to stored tokens.
 
         Args:
             query: after rotary embedding.
             out: written, `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @
                 values; zeros for a query that sees no token.
-            keys: `[blocks, heads, key_dim, 64]`, see `forms.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
-                precision bits).
-            values: `[blocks, heads, 64, padded value_dim]`, of the same type; the padding is zero.
-            num_tokens: at least 1.
+            blocks: their record.
             scale: of the scores.
             visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token that a query does not see. Any of
                 the first three sizes may be 1, for all.
             bias: float32, shaped as `visible` may be, added to the scaled scores.
-            quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
-                gap.
             cap: scores are `cap * tanh(scale * query @ keys.T / cap)` instead of the products, before a mask.
 
         Raises:
             MemoryError: the host has no memory to work in; the results are not whole.
         """
-        parts, quantized_parts = self._describe(
-            query, keys, values, num_tokens, scale, visible, bias, quantized, out, cap
-        )
-        kind = keys.dtype, quantized_parts > 0
+        parts, in_codes = self.ask(query, out, blocks, scale, visible, bias, cap)
+        kind = blocks.element, in_codes > 0
         if kind not in self._operations:
-            self._operations[kind] = self._made_operations(*kind)
-        in_codes = [quantized_parts] if quantized_parts else []
+            kernels = [take_queries, *([attend_codes] if in_codes else []), ATTEND[blocks.element], merge_head]
+            beside = [2] if in_codes else []
+            self._operations[kind] = Operations([(kernel, self._calls.address) for kernel in kernels], beside)
         operations = self._operations[kind]
-        operations.set_parts([self._heads, *in_codes, parts - quantized_parts, self._heads])
+        operations.set_parts([blocks.heads, *([in_codes] if in_codes else []), parts - in_codes, blocks.heads])
         operations.run()
 
-    def _made_operations(self, element: np.dtype, has_codes: bool) -> Operations:
-        kernels = [take_queries, *([attend_codes] if has_codes else []), ATTEND[element], merge_head]
-        return Operations([(kernel, self._calls.address) for kernel in kernels], beside=[2] if has_codes else [])
-
-    def descriptions(
+    def ask(
         self,
         query: Strided,
-        layers: Iterable[tuple[np.ndarray, np.ndarray, int, QuantizedBlocks | None]],
-        scale: float,
         out: Strided,
-    ) -> np.ndarray:
-        """
-        Describe calls without a mask, one for each layer, for a kernel that makes them in its course.
-
-        Args:
-            query: the same for all, as `out` is.
-            layers: keys, values, number of tokens and quantized blocks of each, as `attend` takes them.
-            scale: of the scores.
-            out: where outputs go.
-
-        Returns:
-            int64 `[layers, numbers]`: an `AttentionCall` and what follows it. They share scratch memory, which is there
-            until another call needs more.
-        """
-        calls = []
-        for keys, values, num_tokens, quantized in layers:
-            self._describe(query, keys, values, num_tokens, scale, None, None, quantized, out)
-            calls.append(self._calls.written)
-        return self._calls.with_scratch(np.stack(calls))
-
-    def _describe(
-        self,
-        query: Strided,
-        keys: np.ndarray,
-        values: np.ndarray,
-        num_tokens: int,
+        blocks: StoredBlocks,
         scale: float,
-        visible: np.ndarray | None,
-        bias: np.ndarray | None,
-        quantized: QuantizedBlocks | None,
-        out: Strided,
+        visible: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
         cap: float | None = None,
     ) -> tuple[int, int]:
-        """Write a call; return the number of its parts, and how many of them are of quantized blocks."""
-        quantized_blocks = 0 if quantized is None else quantized.num_blocks
-        quantized_parts = parts_of(quantized_blocks, self._heads) if quantized_blocks else 0
-        parts = quantized_parts + parts_of(-(-num_tokens // BLOCK) - quantized_blocks, self._heads)
-        self._calls.work_in(self._memory, parts)
-        self._calls.describe(
-            query, out, self._lse, keys, values, num_tokens, scale, self._multiplies_bfloat16(query, keys), False,
-            quantized, parts, quantized_parts, None, visible, bias, cap,
+        """Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks."""
+        heads, coded = blocks.heads, blocks.quantized_blocks
+        in_codes = parts_of(coded, heads) if coded else 0
+        parts = in_codes + parts_of(-(-blocks.num_tokens // BLOCK) - coded, heads)
+        as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
+        self._calls.ask(
+            self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, None,
+            visible, bias, cap,
         )  # fmt: skip
-        return parts, quantized_parts
+        return parts, in_codes
 
-    def _multiplies_bfloat16(self, query: Strided, keys: np.ndarray) -> bool:
-        """
-        Whether keys are multiplied with a query in bfloat16, both as they are.
-
-        With one tile of rows nothing is gained: the pairs of a key would be put together for it alone.
-        """
-        return (
-            self._has_many_rows
-            and query.is_bfloat16
-            and keys.dtype == np.uint16
-            and self.shape.key_dim % 2 == 0
-            and has_bfloat16_products()
-        )
+    def asked(self) -> np.ndarray:
+        """Return a copy of the call that was written last, int64: an `AttentionCall` and its `Scratch`."""
+        return self._calls.numbers.copy()
 
 
 @cache
@@ -435,21 +334,16 @@ def attend_many(
     query: Strided,
     out: Strided,
     lse: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    num_tokens: int,
-    key_dim: int,
-    value_dim: int,
+    blocks: StoredBlocks,
     scale: float,
     seen: np.ndarray,
     visible: np.ndarray | None = None,
     bias: np.ndarray | None = None,
-    quantized: QuantizedBlocks | None = None,
     memory: WorkingMemory | None = None,
     cap: float | None = None,
 ) -> None:
     """
-    Attend to the first `num_tokens` tokens with any number of queries.
+    Attend to stored tokens with any number of queries.
 
     Args:
         query: bfloat16 if keys are, float32 otherwise.
@@ -457,20 +351,13 @@ def attend_many(
             zeros for a query that sees no token.
         lse: written, float32 `[batch, query heads, query_length]`: natural log of the sum of exp(score); minus infinity
             for a query that sees no token.
-        keys: `[blocks, batch * num_kv_heads, key_dim, 64]`, see `forms.blocks`; float32, uint16 (bfloat16 bits) or
-            int16 (half precision bits).
-        values: `[blocks, batch * num_kv_heads, 64, padded value_dim]`, of the same type.
-        num_tokens: at least 1.
-        key_dim: width of a key.
-        value_dim: width of a value.
+        blocks: the record of the tokens.
         scale: of the scores.
         seen: int64 `[batch, query heads, query_length, 2]`: the first token that a query sees, and the one after the
             last. Any of the first three sizes may be 1, for all.
         visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token in the range of `seen` that a query
             does not see. Any of the first three sizes may be 1, for all.
         bias: float32, shaped as `visible` may be, added to the scaled scores.
-        quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
-            gap.
         memory: to work in, and other calls.
         cap: of the scores, as in `Workspace.attend`.
 
@@ -478,24 +365,23 @@ def attend_many(
         MemoryError: the host has no memory to work in; the results are not whole.
     """
     batch, query_heads, query_length = lse.shape
-    heads, team = keys.shape[1], team_of_kernels()
+    heads, team = blocks.heads, team_of_kernels()
     group = query_heads * batch // heads
     rows = group * query_length
     # Whole tiles. The result of a row does not depend on the size of a part.
     wanted = -(-rows * heads // (_PARTS_OF_A_THREAD * team.threads))
     rows_at_once = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-wanted // 16) * 16))
-    shape = Shape(batch, heads // batch, group, query_length, key_dim, value_dim)
+    shape = Shape(batch, heads // batch, group, query_length, blocks.key_dim, blocks.value_dim)
     memory = memory or WorkingMemory()
     calls = memory.user
     if not isinstance(calls, _CallsOfMany) or calls.key != (shape, rows_at_once):
         calls = _CallsOfMany(shape, rows_at_once)
-    calls.work_in(memory, team.threads)
-    is_packed = keys.dtype == np.uint16 and has_bfloat16_products()
-    calls.describe(
-        query, out, lse.ctypes.data, keys, values, num_tokens, float(scale), is_packed, is_packed, quantized,
+    is_packed = blocks.element == np.uint16 and has_bfloat16_products()
+    calls.ask(
+        memory, team.threads, blocks, query, out, lse.ctypes.data, scale, is_packed, is_packed,
         -(-rows // rows_at_once) * heads, 0, seen, visible, bias, cap,
     )  # fmt: skip
-    attend_prefill(team.address, calls.address, keys.dtype.type(0))
+    attend_prefill(team.address, calls.address, blocks.element.type(0))
 
 
 def laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -512,28 +398,6 @@ def aligned_zeros(num_bytes: int) -> np.ndarray:
     memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     return memory[start : start + num_bytes]
-
-
-@cache
-def _form(layout: PackedLayout, is_integer: bool, byte: int) -> Form:
-    """The form of packed blocks; `byte` is the largest integer of 8 bits that folded numbers are rounded to."""
-    limit, scales = 0, 4 * layout.words * layout.lanes
-    if is_integer and layout.bits <= MOST_BITS_OF_QUADS:
-        limit = byte
-    elif is_integer:  # sums of products with codes fit 32 bits
-        limit = min(32767, (2**31 - 1) // ((2**layout.bits - 1) * layout.inner))
-    return Form(
-        block_bytes=layout.num_bytes,
-        bits=layout.bits,
-        limit=limit,
-        inner=layout.inner,
-        lanes=layout.lanes,
-        group=layout.group,
-        groups=layout.groups,
-        scales=scales,
-        minima=layout.groups * layout.inner * 2,
-        rotation=layout.rotation,
-    )
 
 
 def _mask(array: np.ndarray | None) -> tuple[int, int, int, int]:

@@ -1,19 +1,20 @@
 """A decode step as a list of operations, with the memory of what is between them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..attention.attention import ATTEND, merge_head
-from ..attention.attention_call import CALL_BYTES, AttentionCall
+from ..attention.attention_call import CALL_BYTES, SCRATCH, AttentionCall
 from ..attention.codes import attend_codes
+from ..attention.stored_blocks import StoredBlocks
 from ..attention.workspace import Shape, Strided, Workspace, aligned_zeros, laid_out
 from ..vector.compiled import Kernel
 from ..vector.numbers_at import bits_of_double
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
-from ..vector.vector_ir import BLOCK, LANES
+from ..vector.vector_ir import LANES
 from ..weights.products import PANELS, Product, Products, Weights, take_tokens
 from .step import (
     PRODUCT_BYTES,
@@ -51,16 +52,6 @@ class LayerWeights(NamedTuple):
     key_norm: int
     is_rotated: bool
     projections: Sequence[Projection]
-
-
-class LayerBlocks(NamedTuple):
-    """A layer of the cache with the next token: what attention takes, and the entry of the token in keys and values."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    num_tokens: int
-    quantized: Any
-    entry: int
 
 
 class States(NamedTuple):
@@ -124,7 +115,7 @@ class StepMemory:
         offsets, num_bytes = laid_out(sizes)
         self._memory = aligned_zeros(num_bytes)
         at = {name: self._memory.ctypes.data + offset for name, offset in offsets.items()}
-        self._workspace, self._scale, self._bytes_to_next = Workspace(shape), scale, (item, dim * item)
+        self._workspace, self._scale = Workspace(shape), scale
         of_heads = num_heads * dim * item, dim * item, dim * item, is_bfloat16
         self._query, self._attended = Strided(states.queries, *of_heads), Strided(at["attended"], *of_heads)
         self._queries = states.queries + query_bytes * np.arange(len(layers))
@@ -171,7 +162,7 @@ class StepMemory:
             Heads(
                 self._queries[n], at["k"], at["v"], shape.num_kv_heads, shape.group, dim, is_bfloat16,
                 layer.query_norm, layer.key_norm, epsilon_bits, layer.is_rotated, states.cosines, states.sines,
-                self._calls[n].ctypes.data, stored_key=0, stored_value=0,
+                self._calls[n].ctypes.data,
             )
             for n, layer in enumerate(layers)
         ])  # fmt: skip
@@ -207,27 +198,23 @@ class StepMemory:
         self._in_codes = np.array(in_codes)
         return Operations([(kernel, call.ctypes.data) for kernel, call in operations], beside=self._in_codes + 1)
 
-    def take_blocks(self, layers: Iterable[LayerBlocks]) -> None:
-        """Take the layers of a cache for the next step."""
-        layers = list(layers)
-        calls = ((each.keys, each.values, each.num_tokens, each.quantized) for each in layers)
-        self._calls[:] = self._workspace.descriptions(self._query, calls, self._scale, self._attended)
+    def take(self, layers: Sequence[StoredBlocks]) -> None:
+        """
+        Take the records of a cache's layers, which count the token to come already.
+
+        Further tokens of the same blocks are counted there.
+        """
+        for n, blocks in enumerate(layers):
+            parts, in_codes = self._workspace.ask(self._query, self._attended, blocks, self._scale)
+            self._calls[n] = self._workspace.asked()
+            at = self._in_codes[n]
+            self._parts[at : at + 2] = in_codes, parts - in_codes
+        self._calls[:, SCRATCH // 8 :] = self._calls[-1, SCRATCH // 8 :]  # a later call may have needed more memory
         self._calls[:, AttentionCall._fields.index("query")] = self._queries
-        for row, each in zip(self._heads, layers, strict=True):
-            block, token = divmod(each.entry, BLOCK)
-            arrays = zip((each.keys, each.values), self._bytes_to_next, strict=True)
-            row[-2:] = [array.ctypes.data + block * array.strides[0] + token * step for array, step in arrays]
-        parts, in_codes = (self._calls[:, AttentionCall._fields.index(name)] for name in ("parts", "quantized_parts"))
-        self._parts[self._in_codes], self._parts[self._in_codes + 1] = in_codes, parts - in_codes
         self._operations.set_parts(self._parts.tolist())
 
-    def advance(self) -> None:
-        """Take the next token of the same blocks."""
-        self._calls[:, AttentionCall._fields.index("num_tokens")] += 1
-        self._heads[:, -2:] += self._bytes_to_next
-
     def run(self) -> None:
-        """Run the step with what is in `States`."""
+        """Run the step with what is in `States`, and with the last token of each record."""
         self._operations.run()
 
 

@@ -8,7 +8,7 @@ or bfloat16, rounded as torch rounds them.
 from typing import NamedTuple
 
 from ..attention.attention import take_queries
-from ..attention.attention_call import AttentionCall
+from ..attention.attention_call import stored_at
 from ..vector.compiled import jit, jit_inlined
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import as_double
@@ -47,9 +47,7 @@ class Heads(NamedTuple):
     is_rotated: int
     cosines: int  # address of [rows, head_dim]
     sines: int
-    attention: int  # address of an `AttentionCall`
-    stored_key: int  # address of the new token's key of the first head in its block
-    stored_value: int
+    attention: int  # address of an `AttentionCall`; the new token is the last one of what is stored
 
 
 class Gate(NamedTuple):
@@ -110,11 +108,12 @@ def take_heads(head, call):
     """Bring key and value of a KV head to the cache, and its queries to attention."""
     given = call_at(call, Heads)
     row, dim, item = head // given.num_kv_heads, given.head_dim, 2 if given.is_bfloat16 else 4
-    width = call_at(given.attention, AttentionCall).width
-    key, value = given.key + head * dim * item, given.value + head * dim * item
+    stored, key, value = stored_at(given.attention), given.key + head * dim * item, given.value + head * dim * item
+    block, token = divmod(stored.num_tokens - 1 - stored.quantized_blocks * BLOCK, BLOCK)
+    place = block * stored.heads + head
     _turn(key, row, given.key_norm, call)
-    scatter(key, dim, given.stored_key + head * dim * BLOCK * item, BLOCK * item, item)
-    scatter(value, dim, given.stored_value + head * BLOCK * width * item, item, item)
+    scatter(key, dim, stored.keys + place * stored.key_bytes + token * item, BLOCK * item, item)
+    scatter(value, dim, stored.values + place * stored.value_bytes + token * stored.width * item, item, item)
     for group in range(given.group):
         _turn(given.query + (head * given.group + group) * dim * item, row, given.query_norm, call)
     take_queries(head, given.attention)

@@ -26,15 +26,12 @@ class StorageUses:
 
     def __init__(self, data: torch.Tensor):
         self._storage = data.untyped_storage()
-        self._of_owner = self._count()
+        self._of_owner = torch._C._storage_Use_Count(self._storage._cdata)
 
     @property
     def is_shared(self) -> bool:
         """Whether somebody beside the owner holds such a tensor."""
-        return self._count() > self._of_owner
-
-    def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return torch._C._storage_Use_Count(self._storage._cdata) > self._of_owner
 
 
 @dataclass(eq=False)

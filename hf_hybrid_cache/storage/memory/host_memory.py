@@ -224,5 +224,6 @@ def require_host_bytes(num_bytes: int, purpose: str) -> None:
 def _refusal(num_bytes: int, purpose: str, limit: Limit) -> HostMemoryError:
     return HostMemoryError(
         f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {limit.free / 2**30:.2f} GiB are free"
-        f"{limit.where}. Use a shorter context, a smaller batch or fewer beams, or free memory first."
+        f"{limit.where}. Use a shorter context, a smaller batch or fewer beams, or free memory first; "
+        "`hf-hybrid-cache plan` tells what fits."
     )

@@ -89,7 +89,7 @@ class BlockBuffer(TokenBuffer):
 
     def load(self, target: TokenBuffer, start: int, end: int) -> None:
         """Copy tokens `start` to `end` to the start of a buffer on a device, and take the blocks apart there."""
-        for first, last in self._pieces(start // BLOCK, self.rows(end)):
+        for first, last in self._pieces(start, end):
             # One kernel takes apart what several copies bring: a launch takes as long as a copy of a MiB.
             piece = torch.empty_like(self.held.stored[first:last], device=target.device)
             for begin, stop in self._copies(first, last):
@@ -99,7 +99,7 @@ class BlockBuffer(TokenBuffer):
 
     def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
         """Put the blocks with tokens `start` to `end` together on the device of a buffer, and copy them from there."""
-        for first, last in self._pieces(start // BLOCK, self.rows(end)):
+        for first, last in self._pieces(start, end):
             make = torch.empty_like if self.stored_dim == self.shape[2] else torch.zeros_like
             piece = make(self.held.stored[first:last], device=source.device)
             rows = source.read_range(first * BLOCK - first_there, last * BLOCK - first_there)

@@ -31,6 +31,7 @@ class TokenBuffer:
         entry_tokens: tokens that one entry stands for; 64 if an entry is a packed block.
         row_entries: entries in one row; the unit of copies to and from a device.
         held: the memory now.
+        bytes_per_token: bytes of an entry.
     """
 
     row_entries = 1
@@ -50,11 +51,6 @@ class TokenBuffer:
     def capacity(self) -> int:
         """Number of entries that can be written without moving others."""
         return self.held.capacity
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of an entry."""
-        return self.held.entry_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +143,7 @@ class TokenBuffer:
         """
         assert isinstance(self.memory, HostMemory)
         with torch.inference_mode(False):
-            piece = self.memory.map_file(file, offset, num_entries, self._entry_bytes())
+            piece = self.memory.map_file(file, offset, num_entries, self.bytes_per_token)
             if piece is None:
                 return False
             self.memory = replace(self.memory, pinned_for=None)  # locked pages would be copies
@@ -165,7 +161,7 @@ class TokenBuffer:
         target = self
         if len(indices) != self.shape[0] or self.is_lent:
             target = self._emptied(len(indices), num_entries)
-        for first, last in self._pieces(0, self.rows(num_entries)):
+        for first, last in self._pieces(0, num_entries):
             piece = self._rows_of(self.held, first, last).index_select(1 if self.token_major else 0, indices)
             target._rows_of(target.held, first, last).copy_(piece)
         return target
@@ -184,15 +180,13 @@ class TokenBuffer:
         twin.ensure(num_entries, keep=0)
         return twin
 
-    def _entry_bytes(self) -> int:
-        row = self.stored_shape(self.row_entries)
-        return row.numel() * self.dtype.itemsize // self.row_entries
-
     def _take(self, least: int, best: int, keep: int = 0) -> None:
         """Move the first `keep` entries to other memory, and only then give up the memory that held them."""
+        row = self.stored_shape(self.row_entries)
+        self.bytes_per_token = row.numel() * self.dtype.itemsize // self.row_entries
         # Inference tensors could not be written to outside inference mode later on.
         with torch.inference_mode(False):
-            piece = self.memory.take(least, best, self._entry_bytes(), keep)
+            piece = self.memory.take(least, best, self.bytes_per_token, keep)
             self._view(piece)
             if keep:
                 rows = self.rows(keep)
@@ -210,9 +204,10 @@ class TokenBuffer:
     def _rows_of(self, piece: Piece, first: int, last: int) -> torch.Tensor:
         return piece.stored.narrow(0 if self.token_major else 2, first, last - first)
 
-    def _pieces(self, first: int, last: int) -> Sequence[tuple[int, int]]:
-        """Split rows `first` to `last` into pieces of some MiB."""
-        most = max(1, _PIECE_BYTES // max(1, self.row_entries * self.held.entry_bytes))
+    def _pieces(self, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Split the rows of entries `start` to `end` into pieces of some MiB."""
+        first, last = start // self.row_entries, -(-end // self.row_entries)
+        most = max(1, _PIECE_BYTES // max(1, self.row_entries * self.bytes_per_token))
         if last - first <= most:  # most decode steps
             return ((first, last),)
         return [(start, min(start + most, last)) for start in range(first, last, most)]

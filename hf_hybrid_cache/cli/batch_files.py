@@ -1,39 +1,109 @@
-"""The answers of a batch: lines of JSON on standard output, or in a file, with which the same command goes on."""
+"""
+The files of a batch: questions, lines of JSON, and their answers, with which the same command goes on.
+
+Answers go to standard output, or into a file.
+"""
 
 import hashlib
+import json
 import os
+import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ..documents import files_in, read_bytes
 from ..durable_files import replaced_when_whole
 from ..models.shapes import ALIASES
 from .console import UsageError, json_line, strict_json
-from .questions import BYTE_ORDER_MARK, RESULT_FIELDS, Question, key_of
 
-Answer = dict[str, Any]
+Record = dict[str, Any]
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Fields of an answer beside those of its question; a question must not have them.
+RESULT_FIELDS = (
+    *("answer", "error", "finish_reason", "prompt_tokens", "answer_tokens", "seconds", "at_once"),
+    *("document_tokens", "read_tokens", "document_digest", "documents", "left_out", "document_seconds"),
+    *("model_digest", "settings"),
+)
 # Weights are too large to be read for a digest: their sizes and times tell of a change.
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".gguf")
+_EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
+# An error lists so many wrong lines, and counts the others.
+_MOST_NAMED = 10
 
 
-class Settled(NamedTuple):
+@dataclass(frozen=True)
+class Question:
     """
-    The questions to be asked, and what a file of answers had.
+    One line of the file of questions.
 
     Attributes:
-        unanswered: the questions that have no answer, or one that was made from something else.
-        num_changed: how many of them had an answer, but their documents or the model have changed.
-        num_others: answers to other questions, which stay.
+        line: the number of the line.
+        fields: all fields of the line, which the answer repeats. `document` names a file or a folder, or is a list of
+            names, absolute or relative to the folder of the questions; `question` is text; `id` may be missing.
     """
 
-    unanswered: list[Question]
-    num_changed: int
-    num_others: int
+    line: int
+    fields: Mapping[str, Any]
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        """The names of the documents."""
+        named = self.fields["document"]
+        return (named,) if isinstance(named, str) else tuple(named)
+
+    @property
+    def text(self) -> str:
+        return str(self.fields["question"])
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The key that the question has in common with its answer, and with no other."""
+        return key_of(self.fields)
+
+
+def key_of(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The id, the documents and the text of a question, or of the question of an answer."""
+    document = fields["document"]
+    return fields.get("id"), document if isinstance(document, str) else tuple(document), fields["question"]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """
+    Read all questions in a file of lines of JSON.
+
+    Raises:
+        DocumentError: the file cannot be read.
+        UsageError: lines are not questions, or repeat others; the message names them.
+    """
+    lines = read_bytes(path).removeprefix(_BYTE_ORDER_MARK).splitlines()
+    questions: list[Question] = []
+    wrong: dict[int, str] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            questions += [_question(number, line)] if line.strip() else []
+        except ValueError as error:
+            wrong[number] = str(error)
+    wrong |= _repeated(questions)
+    if wrong:
+        raise UsageError(_refusal(path, wrong))
+    if not questions:
+        raise UsageError(f"{path} has no questions. {_EXAMPLE}")
+    return questions
+
+
+def by_document(questions: Iterable[Question]) -> list[list[Question]]:
+    """Group questions by their documents, in the order of the first question of each group."""
+    together: dict[tuple[str, ...], list[Question]] = {}
+    for question in questions:
+        together.setdefault(question.documents, []).append(question)
+    return list(together.values())
 
 
 class Answers:
@@ -91,14 +161,20 @@ class Answers:
             finally:
                 self._tidy(self.path, without_errors=False)
 
-    def settle(self, model: str | None) -> Settled:
-        """Find the questions that have no answer of the model with this digest about the documents as they are."""
+    def settle(self, model: str | None) -> tuple[list[Question], int, int]:
+        """
+        Find the questions that have no answer of the model with this digest about the documents as they are.
+
+        Returns:
+            These; how many of them have one of another model, or about other documents; and how many answers are to
+            other questions, and stay.
+        """
         given = {} if self.path is None else {key_of(answer): answer for answer in _read(self.path)}
         changed = {key for key in given.keys() & self._asked.keys() if self._has_changed(given[key], model)}
         unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
-        return Settled(unanswered, len(changed), len(given.keys() - self._asked.keys()))
+        return unanswered, len(changed), len(given.keys() - self._asked.keys())
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Record) -> None:
         """Write an answer, at the end of the file if there is one."""
         line = json_line(answer)
         if self.path is not None:
@@ -118,7 +194,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
-    def _has_changed(self, answer: Answer, model: str | None) -> bool:
+    def _has_changed(self, answer: Record, model: str | None) -> bool:
         """Whether an answer is known to be of another model or of other documents."""
         documents = self._asked[key_of(answer)].documents
         pairs = ((answer.get("model_digest"), model), (answer.get("document_digest"), self._digest_of(documents)))
@@ -151,7 +227,7 @@ class Answers:
         except OSError as error:
             raise _cannot_write(path, error) from error
 
-    def _as_asked(self, answer: Answer) -> Answer:
+    def _as_asked(self, answer: Record) -> Record:
         """Give an answer the fields of its question, which may be others by now."""
         question = self._asked.get(key_of(answer))
         if question is None:
@@ -173,7 +249,9 @@ def documents_digest(names: Sequence[str], folder: Path) -> str | None:
         for path in (folder / name for name in names):
             if not path.is_file() and not path.is_dir():
                 return None
-            for file in _files_in(path) if path.is_dir() else [path]:
+            files = [file for file in files_in(path) if file.is_file()] if path.is_dir() else [path]
+            # Files come before folders, as in the first files of answers.
+            for file in sorted(files, key=lambda file: [*((1, name) for name in file.parts[:-1]), (0, file.name)]):
                 digest.update(f"{file.relative_to(path)} {_content_digest(file)}\n".encode(errors="surrogateescape"))
     except (OSError, ValueError):
         return None
@@ -205,34 +283,79 @@ def model_digest(name: str) -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
-def _read(path: Path) -> list[Answer]:
+def _question(number: int, line: bytes) -> Question:
+    """Parse one line; raises `ValueError`, which says why, if it is not a question."""
+    try:
+        fields = strict_json(line.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno:,})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON in UTF-8 that can be read ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError("not an object")
+    document, question = fields.get("document"), fields.get("question")
+    if not _is_text(document) and not (isinstance(document, list) and document and all(map(_is_text, document))):
+        raise ValueError(
+            "'document' must be the name of a file or a folder, or a list of names, got " + reprlib.repr(document)
+        )
+    if not _is_text(question):
+        raise ValueError(f"'question' must be text, got {reprlib.repr(question)}")
+    given = fields.get("id", number)
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise ValueError(f"'id' must be text or an integer, got {reprlib.repr(given)}")
+    if taken := [name for name in fields if name in RESULT_FIELDS]:
+        raise ValueError(f"answers have a field {', '.join(map(repr, taken))} themselves; give it another name")
+    return Question(number, fields)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _repeated(questions: Sequence[Question]) -> dict[int, str]:
+    """The reasons why questions cannot be told from earlier ones, by line."""
+    first: dict[Any, int] = {}
+    wrong = {}
+    for question in questions:
+        given = question.fields.get("id")
+        before = first.setdefault(question.key if given is None else given, question.line)
+        if before != question.line and given is None:
+            wrong[question.line] = f"the document and the question of line {before}; drop it, or give each its own id"
+        elif before != question.line:
+            wrong[question.line] = f"the id {reprlib.repr(given)} of line {before}; give each its own, or none"
+    return wrong
+
+
+def _refusal(path: Path, wrong: Mapping[int, str]) -> str:
+    """The message that lists wrong lines, with the reason for each."""
+    count = "1 line" if len(wrong) == 1 else f"{len(wrong):,} lines"
+    named = [f"  line {number}: {wrong[number]}" for number in sorted(wrong)[:_MOST_NAMED]]
+    more = [f"  and {len(wrong) - _MOST_NAMED:,} more"] if len(wrong) > _MOST_NAMED else []
+    return "\n".join([f"{path} has {count} that cannot be used:", *named, *more, _EXAMPLE])
+
+
+def _read(path: Path) -> list[Record]:
     """Read all answers, without a last line that an interrupt cut off."""
     try:
-        text = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+        text = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
-    lines = text.splitlines()
-    if lines and not text.endswith(b"\n") and _parsed(lines[-1])[0] is None:
-        del lines[-1]
-    return [_answer(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
-
-
-def _answer(place: str, line: bytes) -> Answer:
-    """Parse one line; raises `UsageError` if it is not an answer."""
-    answer, why = _parsed(line)
-    if not isinstance(answer, dict) or not _is_answer(answer):
-        raise UsageError(f"{place}: not an answer of this command{why}. Give another --out; nothing was changed.")
-    return answer
-
-
-def _parsed(line: bytes) -> tuple[Any, str]:
-    """The value of a line of JSON; or `None`, and why it is none."""
-    try:
-        return strict_json(line.decode()), ""
-    except (ValueError, RecursionError) as error:
-        return None, f" ({error})"
+    lines, answers, why = text.splitlines(), [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            answer = strict_json(line.decode())
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and not text.endswith(b"\n"):
+                break
+            answer, why = None, f" ({error})"
+        if not isinstance(answer, dict) or not _is_answer(answer):
+            raise UsageError(
+                f"{path}, line {number}: not an answer of this command{why}. Give another --out; nothing was changed."
+            )
+        answers.append(answer)
+    return answers
 
 
 def _is_answer(fields: Mapping[str, Any]) -> bool:
@@ -242,14 +365,6 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     is_asked = all(isinstance(text, str) for text in [*names, fields.get("question")])
     is_known = isinstance(fields.get("id"), str | int | None) and isinstance(fields.get("settings", {}), dict)
     return is_asked and is_known and ("answer" in fields or "error" in fields)
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """All files below a folder, sorted, without hidden ones."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(place, name) for name in sorted(names) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
 
 
 def _cannot_write(path: Path, error: OSError) -> UsageError:

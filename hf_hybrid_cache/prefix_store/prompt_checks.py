@@ -1,7 +1,6 @@
 """
-A prompt, or a conversation, that is looked for in a store and kept there: checked, with the keys it is found by.
-
-What cannot be kept raises `PrefixStoreError`.
+A prompt, or a conversation, that is looked for in a store and kept there, with the keys it is found by; and the checks
+of what users pass. What cannot be kept, or served, raises `PrefixStoreError`.
 """
 
 import re
@@ -11,19 +10,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
 
-from ..cache import Contents, HybridCache, contents_of
+from ..cache import Contents, DynamicHybridCache, HybridCache, contents_of
+from ..cache_argument import CACHE_ARGUMENT, passed_cache, require_use_cache
 from ..model_identity import Identity, ModelIdentityError, identity_of, longest_text
 from ..prompt_reading import layer_that_begins_anew
 from ..token_ids import TokenIds, as_token_ids
 from .errors import PrefixStoreError
-from .keys import num_read_tokens, random_keys
-from .passes import Passes
+from .keys import Passes, num_read_tokens, random_keys
 from .stored_prompts import Description
 
 # As in image_token_id, video_token_index and vision_start_token_id.
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)$")
+# Arguments on which states do not depend, or which are checked here.
+_TAKEN = {CACHE_ARGUMENT, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
+_TAKEN |= {"assistant_model", "logits_processor", "stopping_criteria", "streamer"}
+# Caches that `generate` makes by itself where a config asks for nothing else.
+_USUAL_CACHES = (None, "dynamic", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Prompt:
         read_tokens = tokens if document_tokens == tokens else tokens - 1
         passes = Passes(read_tokens, min(document_tokens, read_tokens))
         text = Description(identity, _name_of(model), title, details or {}).to_json()
-        return cls(model, token_ids, cache, passes, identity, passes.keys(token_ids[0]), text)
+        return cls(model, token_ids, cache, passes, identity, passes.keys(token_ids[0].numpy()), text)
 
     @classmethod
     def conversation(
@@ -203,3 +208,58 @@ def require_new(cache: HybridCache) -> None:
 
 def _name_of(model: PreTrainedModel) -> str:
     return str(model.config.name_or_path or type(model).__name__)
+
+
+def require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if states depend on more than tokens, or the loop reads the whole prompt itself."""
+    require_decoder(model)
+    require_use_cache(given)
+    is_assisted = config.get_generation_mode(given.get("assistant_model")) is GenerationMode.ASSISTED_GENERATION
+    others = ["assistant_model or prompt_lookup_num_tokens"] if is_assisted else []
+    for name, value in given.items():
+        if name in _TAKEN or name.startswith("output_") or value is None or value is False:
+            continue
+        # Models of images are told the type of each token, where 0 is text, and get no encoded images then.
+        is_of_text = not value.any() if name == "mm_token_type_ids" else name == "mm_encoder_outputs" and not value
+        if not is_of_text:
+            others.append(name)
+    if others:
+        raise PrefixStoreError(
+            f"A store fills a cache with the states of a prompt's tokens, and cannot with {', '.join(others)}. Leave "
+            "that out, or custom_generate."
+        )
+
+
+def require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], document_tokens: int) -> None:
+    """Raise a `PrefixStoreError` unless all sequences are one prompt, without padding, that ends after its document."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    sequences, tokens = input_ids.shape
+    hidden = 0 if mask is None else int((mask == 0).sum())
+    if hidden or bool((input_ids != input_ids[:1]).any()):
+        raise PrefixStoreError(
+            f"A store reads one prompt in a call, without padding. There are {sequences}, and attention_mask hides "
+            f"{hidden:,} of their tokens. Call generate for each; for several answers pass num_return_sequences."
+        )
+    if positions is not None:
+        counted = torch.arange(tokens, device=positions.device)
+        if bool((positions[..., :tokens] != counted).any()):
+            raise PrefixStoreError("A store counts positions from 0. Leave out position_ids, or custom_generate.")
+    if document_tokens == tokens:
+        raise PrefixStoreError(
+            f"All {tokens:,} tokens are those of the document (document_tokens), and generate needs one after it. Read "
+            "a document alone with store.prefill."
+        )
+
+
+def cache_of(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> HybridCache:
+    """Return the cache that the user has passed, whatever it is, or a new one."""
+    cache = passed_cache(given)
+    # transformers marks the caches of users.
+    if isinstance(cache, HybridCache) or getattr(cache, "_is_user_defined", False):
+        return cache
+    if config.cache_implementation not in _USUAL_CACHES:
+        raise PrefixStoreError(
+            f"A store fills caches of this package, and not {config.cache_implementation!r}. Leave out "
+            f"cache_implementation, and pass {CACHE_ARGUMENT}=OffloadedHybridCache(model.config), or another one."
+        )
+    return DynamicHybridCache(model.config)

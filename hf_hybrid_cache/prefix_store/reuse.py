@@ -1,4 +1,4 @@
-"""Finding what is stored of a prompt, and filling its cache with it."""
+"""States of prompts between a folder and caches: what is found fills a cache, what is read or said is kept."""
 
 import contextlib
 import warnings
@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
 from ..cache import HybridCache, contents_of
+from ..layers import tensors_of
 from ..processes import Agreement
-from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError
-from .filling import fill, states_of
+from ..storage import GRANULE
+from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
 from .folder import Folder, Match
-from .keys import as_bytes, num_common, num_read_tokens, token_ids_of
-from .prompt import Prompt
-from .states import NodeStates
+from .keys import as_bytes, end_digests, identity_digest, num_common, num_read_tokens, token_ids_of
+from .node_states import NodeStates, fill, states_since
+from .prompt_checks import Prompt
 from .stored_prompts import StoredPrompt
 
 
@@ -79,11 +82,12 @@ def find_all(folder: Folder, prompt: Prompt) -> tuple[Match, NodeStates | None]:
     """Find the longest beginning that a node may follow, however many tokens it leaves, and what its end holds."""
     while True:
         match = folder.find(prompt.identity.digest, prompt.keys)
-        if not match.parts:
+        if not match.nodes:
             return match, None
         try:
-            with match.parts[-1].open() as file:
-                return match, states_of(file)
+            file, head = match.nodes[-1].open()
+            with file:
+                return match, NodeStates.from_json(head.states)
         except ValueError:
             match.close()
             if not _removed_damaged(folder, match):
@@ -103,7 +107,7 @@ def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Mat
     def found_now() -> tuple[Match, Reuse]:
         """Return what is stored, of at most so many tokens; nothing if its last node is a failed one."""
         match, reuse = find(folder, prompt, most)
-        if match.parts and match.parts[-1].node.name in failed:
+        if match.nodes and match.nodes[-1].name in failed:
             match.close()
             return Match(), replace(reuse, num_tokens=0)
         return match, reuse
@@ -113,15 +117,18 @@ def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Mat
         if not match.num_tokens:
             return None
         try:
-            return fill(prompt.contents, match.parts)
+            return fill(prompt.contents, match)
         except ValueError as error:
             match.close()
-            failed.add(last := match.parts[-1].node.name)
-            if not _removed_damaged(folder, match):
-                # So that they are kept again.
-                with contextlib.suppress(NodeNotFoundError, NodeInUseError, PrefixStoreFolderError):
-                    folder.remove(last)
-                warnings.warn(f"States of {match.num_tokens:,} tokens are not used, and removed: {error}", stacklevel=6)
+            failed.add(last := match.nodes[-1].name)
+            what = "not used"
+            # Those that fit their checksums go, too, so that they are kept again. What cannot be changed stays.
+            with contextlib.suppress(NodeNotFoundError, NodeInUseError, PrefixStoreFolderError):
+                if _removed_damaged(folder, match):
+                    return None
+                folder.remove(last)
+                what = "not used, and removed"
+            warnings.warn(f"States of {match.num_tokens:,} tokens are {what}: {error}", stacklevel=6)
             return None
 
     while True:
@@ -165,6 +172,87 @@ def obstacles(stored: Iterable[StoredPrompt], prompt: Prompt, num_tokens: int) -
     return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in lines.items()]
 
 
+class Keeper:
+    """Keeps the states of a prompt after those of `end` tokens, pass by pass as long as there is room, or at once."""
+
+    def __init__(self, folder: Folder, prompt: Prompt, end: int, before: NodeStates | None):
+        self._folder, self._prompt = folder, prompt
+        self._end, self._before = end, before
+        self._is_keeping = True
+
+    def after_pass(self, reached: int, is_last: bool) -> None:
+        """Keep what came with the last pass, which ended after `reached` tokens."""
+        contents, passes = self._prompt.contents, self._prompt.passes
+        _require_all_states(self._prompt, reached)
+        # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
+        contents.settle()
+        contents.note_keys(self._prompt.identity.digest, self._prompt.keys[:reached])
+        self._is_keeping = self._is_keeping and passes.is_kept(self._end, reached)
+        if not self._is_keeping:
+            return
+        try:
+            self.keep(reached)
+        except (NodeNotFoundError, PrefixStoreFolderError) as error:
+            self._is_keeping = False
+            warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
+
+    def keep(self, reached: int) -> str:
+        """Add a node with what is not stored of the first `reached` tokens, and return its name; see `Folder.add`."""
+        prompt = self._prompt
+        border = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
+        try:
+            states, sections = states_since(border, self._before, prompt.contents.layers, prompt.contents.stores)
+        except ValueError as error:
+            raise PrefixStoreError(f"What the cache holds cannot be kept: {error}") from error
+        name = self._folder.add(
+            prompt.identity.digest,
+            prompt.keys[:reached],
+            self._end,
+            sections,
+            prompt.description,
+            states.to_json(),
+        )
+        self._end, self._before = reached, states
+        return name
+
+
+def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:
+    """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
+    keys, contents, identity = conversation.keys, conversation.contents, conversation.identity.digest
+    _require_all_states(conversation, len(keys))
+    if replaces is not None:
+        with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
+            before = folder.keys(replaces)
+            common = num_common(as_bytes(before), as_bytes(keys))
+            if common < len(before):  # turns were taken back
+                stays = before[: max(common, num_read_tokens(before))]
+                folder.remove_unshared(replaces, end_digests(identity_digest(identity), as_bytes(stays)))
+    if num_read_tokens(known := contents.keys(identity)) == len(keys):  # all questions were taken back
+        with folder.find(identity, known) as match:
+            if match.num_tokens == len(keys):
+                return match.nodes[-1].name
+    match, states = find_all(folder, conversation)
+    with match:
+        name = Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
+    contents.note_keys(identity, keys)
+    return name
+
+
+def _require_all_states(prompt: Prompt, reached: int) -> None:
+    """Raise `PrefixStoreError` if the cache does not hold all states of so many tokens."""
+    held = prompt.contents.num_tokens
+    are_elsewhere = any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and next(tensors_of(layer), None) is None
+        for layer in prompt.contents.layers
+    )
+    if held != reached or are_elsewhere:
+        raise PrefixStoreError(
+            f"{type(prompt.model).__name__} has read {reached:,} tokens, and the cache holds "
+            f"{'not all states of' if held == reached else 'those of'} {held:,}: the others are elsewhere, or nowhere, "
+            "and cannot be kept. Pass the prompt to generate without a store."
+        )
+
+
 def _removed_damaged(folder: Folder, match: Match) -> bool:
     """Remove those nodes of a match that are damaged; return whether there were any."""
-    return any(folder.remove_damaged(part.node.name) for part in match.parts)
+    return any(folder.remove_damaged(node.name) for node in match.nodes)

@@ -1,8 +1,8 @@
-"""The states of a conversation in a cache, and the ways back."""
+"""A cache whose tokens are known, and the ways back to fewer of them."""
 
 import inspect
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,8 +15,8 @@ from ..layers import DeviceMemoryError, HybridLayer, IncompleteCacheError, NoChe
 from ..prefix_store import PrefixStore, Reuse, StoredPrompt
 from ..prompt_reading import prefill
 from ..token_ids import num_common
-from .generating import Generator, Rows
-from .settings import DEFAULT_BITS, AnswerSettings
+from .generating import Generation, Generator
+from .settings import DEFAULT_BITS
 
 CACHES: Mapping[str, Callable[..., Cache]] = {
     "stock": DynamicCache,
@@ -30,7 +30,7 @@ _MOST_CHECKPOINTS = 4
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-class States:
+class TrackedCache:
     """
     A cache, the tokens whose states it holds, and the ways to others.
 
@@ -69,21 +69,16 @@ class States:
         """Go back to the tokens that these begin with, or to fewer, and read the rest."""
         self.go_back(num_common(self.token_ids, token_ids))
         self._passed = token_ids
-        if len(token_ids) > self.num_tokens:
-            prefill(self._model, torch.tensor([token_ids]), self.cache, progress=self._progress)
+        with self._whole_afterwards():
+            self._read_rest(torch.tensor([token_ids]))
 
     def read_with(self, store: PrefixStore, token_ids: list[int], **options: Any) -> Reuse:
         """Read a prompt anew, by `PrefixStore.prefill` with its options."""
         self.forget()
         self._passed, cache = token_ids, self.cache
         assert isinstance(cache, HybridCache)
-        return store.prefill(self._model, token_ids, cache, progress=self._progress, **options)
-
-    def num_stored(self, store: PrefixStore, token_ids: list[int], document_tokens: int) -> int:
-        """Return how many tokens of a prompt `read_with` would take from a store."""
-        cache = self.cache
-        assert isinstance(cache, HybridCache)
-        return store.num_stored(self._model, token_ids, cache, document_tokens=document_tokens)
+        with self._whole_afterwards():
+            return store.prefill(self._model, token_ids, cache, progress=self._progress, **options)
 
     def resume(self, store: PrefixStore, stored: StoredPrompt) -> None:
         """Take the states of a conversation from a store."""
@@ -91,48 +86,33 @@ class States:
         store.resume(self._model, stored, self.cache)
         self._passed = stored.token_ids.tolist()
 
-    def answer(
-        self, token_ids: list[int], generator: Generator, settings: AnswerSettings, into: Rows
-    ) -> abc.Generator[str, None, None]:
-        """Yield the text of what follows a prompt; see `Generator.pieces`."""
-        with self.whole_afterwards():
-            self.read(token_ids[:-1])
-            prompt = torch.tensor([token_ids])
-            try:
-                yield from generator.pieces(prompt, torch.ones_like(prompt), self.cache, settings, into)
-            finally:
-                self._passed = [*token_ids, *into.token_ids[0]]
-
-    def answer_together(
-        self,
-        base: int,
-        prompts: torch.Tensor,
-        mask: torch.Tensor,
-        generator: Generator,
-        settings: AnswerSettings,
-        into: Rows,
-    ) -> None:
+    def answer(self, generator: Generator, into: Generation) -> abc.Generator[str, None, None]:
         """
-        Generate what follows prompts, and go back to what all begin with, which the cache holds.
+        Yield the text of the first of some answers, see `Generator.pieces`.
 
-        Args:
-            base: number of the tokens that all prompts begin with.
-            prompts: `[prompts, tokens]`.
-            mask: the same shape; 0 for padding.
-            generator: generates.
-            settings: of the answers.
-            into: receives their tokens.
+        After several the cache holds what it held of all their prompts before.
         """
-        self._passed = prompts[0, :base].tolist()
+        prompts, held = [asked.token_ids for asked in into.asked], self.token_ids
+        base = min(num_common(held, prompt[:-1]) for prompt in prompts)
+        rows, mask = _together(prompts, base)
         try:
-            with self.whole_afterwards():
-                prefill(self._model, prompts[:, :-1], self.cache, attention_mask=mask[:, :-1], progress=self._progress)
-                for _ in generator.pieces(prompts, mask, self.cache, settings, into):
-                    pass
+            with self._whole_afterwards():
+                self.go_back(base)
+                self._passed = prompts[0]
+                self._read_rest(rows[:, :-1], mask[:, :-1])
+                yield from generator.pieces(rows, mask, self.cache, into)
         finally:
-            self.go_back(base)
-            if len(prompts) > 1 and self.num_tokens:
-                self.cache.batch_select_indices(torch.tensor([0]))
+            if len(prompts) == 1:
+                self._passed = [*prompts[0], *into.token_ids[0]]
+            else:
+                self.go_back(base)
+                if self.num_tokens:
+                    self.cache.batch_select_indices(torch.tensor([0]))
+
+    def _read_rest(self, rows: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Read what the cache lacks of prompts, `[prompts, tokens]`."""
+        if rows.shape[1] > self.num_tokens:
+            prefill(self._model, rows, self.cache, attention_mask=mask, progress=self._progress)
 
     def keep_checkpoint(self) -> None:
         """Let the cache go back to what it holds now: the document, or what comes before a question."""
@@ -164,7 +144,7 @@ class States:
             self.cache = self._make()
 
     @contextmanager
-    def whole_afterwards(self) -> Iterator[None]:
+    def _whole_afterwards(self) -> Iterator[None]:
         """After an error forget the tokens that only some layers hold, or those after a checkpoint, or all."""
         try:
             yield
@@ -184,6 +164,22 @@ class States:
             cache.go_back(cache.checkpoints[-1])
             return
         self.forget()
+
+
+def _together(prompts: Sequence[list[int]], base: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return prompts that begin with the same `base` tokens, `[prompts, tokens]`, and their attention mask.
+
+    Shorter ones are padded after these, so that all begin alike. Padding is a token that comes before, which a
+    repetition penalty counts already.
+    """
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    filler = prompts[0][base - 1] if base else 0
+    rows = [[*ids[:base], *[filler] * pads, *ids[base:]] for pads, ids in zip(padding, prompts, strict=True)]
+    positions = torch.arange(longest) - base
+    is_padding = (positions >= 0) & (positions < torch.tensor(padding)[:, None])
+    return torch.tensor(rows), (~is_padding).long()
 
 
 def cache_maker(name: str, model: PreTrainedModel, bits: int | None, cpu_decode: bool | None) -> Callable[[], Cache]:

@@ -1,0 +1,159 @@
+"""The task of a model: what it is asked, how much of the documents it reads, and what its answer cost."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..documents import Documents
+from .console import note, write
+from .options import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from ..chat import AnswerSettings, Chat, DocumentPrompt
+    from .loading import LoadedModel
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    The task of a model.
+
+    Attributes:
+        documents: that it is asked about; `None` for none.
+        question: `None` with `whole_prompt`, or where documents are only kept.
+        whole_prompt: a text that is used as it is, instead of documents and question.
+        prompt: the options on what stands before the question.
+        settings: of the answer.
+    """
+
+    documents: Documents | None
+    question: str | None
+    whole_prompt: str | None
+    prompt: Prompt
+    settings: "AnswerSettings"
+
+    def chat(self, loaded: "LoadedModel", notes: Console, **options: Any) -> "Chat":
+        """
+        Make a conversation that has read nothing yet.
+
+        Args:
+            loaded: answers.
+            notes: receives remarks.
+            options: of `Chat`.
+
+        Raises:
+            PromptError: the documents do not fit, or there is no place for a system message.
+        """
+        from ..chat import Chat, ChatTemplate
+
+        leave = None
+        if self.question is not None:  # documents leave no more room than it takes with its answer
+            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).conversation([self.question], document=[])
+            leave = len(asked) + self.settings.max_new_tokens
+        given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
+        given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
+        return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
+
+    def ask(self, chat: "Chat") -> Iterator[str]:
+        """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask` and `Chat.complete`."""
+        if self.whole_prompt is not None:
+            return chat.complete(self.whole_prompt)
+        return iter(()) if self.question is None else chat.ask(self.question)
+
+
+def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> None:
+    """
+    Say how much of the documents is read: in a remark, and before the answer if they were cut.
+
+    Args:
+        chat: about documents, or about none.
+        why: no more is read.
+        out: receives what comes before the answer.
+        notes: receives the remark.
+    """
+    document, documents = chat.document, chat.documents
+    if documents is None:
+        return
+    note(notes, f"{documents.counted}: read {document.counts} tokens")
+    write_notice(document, why, out)
+
+
+def why_no_more(chat: "Chat", context: int | None) -> str:
+    """The reason why no more of the documents is read; `context` is the value of --context."""
+    return f"the model's context is {chat.context:,}" if context is None else f"--context {context:,}"
+
+
+def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:
+    """Write before all answers what they do not know, if documents were cut."""
+    if notice := document.notice(why):
+        write(out, f"[{notice}]\n\n")
+
+
+def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The fields that `generate --json` prints for an answer.
+
+    Args:
+        chat: has answered.
+        form: the model, and the form of its cache and weights.
+    """
+    answer, document, documents = chat.last, chat.document, chat.documents
+    assert answer is not None
+    rate, (device_bytes, host_bytes) = answer.tokens_per_second, _kv_bytes(chat.cache)
+    return {
+        **form,
+        "documents": [
+            {"name": part.document, "tokens": part.tokens, "read_tokens": part.read_tokens} for part in document.parts
+        ],
+        "left_out": [] if documents is None else list(documents.skipped),
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "answer_tokens": len(answer.token_ids),
+        "document_tokens": document.tokens,
+        "read_tokens": document.read_tokens,
+        "first_token_seconds": round(answer.first_token_seconds, 3),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+        "kv_device_bytes": device_bytes,
+        "kv_host_bytes": host_bytes,
+    }
+
+
+def summary(took: Mapping[str, Any], weights_text: str | None) -> str:
+    """The cost of an answer, a `record`, in one line, which ends with what quantized weights take."""
+    return (
+        f"{took['cache']}: first token after {took['first_token_seconds']:.2f} s, {rate_text(took)} tokens/s, "
+        f"KV {mebibytes(took['kv_device_bytes'])} on the device, {mebibytes(took['kv_host_bytes'])} on the host"
+    ) + ("" if weights_text is None else f"; {weights_text}")
+
+
+def dtype_text(model: "PreTrainedModel") -> str:
+    """The type of a model's weights, without torch's prefix."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def rate_text(took: Mapping[str, Any]) -> str:
+    return "-" if took["tokens_per_second"] is None else f"{took['tokens_per_second']:.1f}"
+
+
+def _kv_bytes(cache: "Cache") -> tuple[int, int]:
+    """Bytes of keys and values in the memory of accelerators, and in host memory."""
+    from ..cache import HybridCache
+    from ..layers import tensors_of
+
+    if isinstance(cache, HybridCache):
+        report = cache.memory()
+        return report.device_bytes, report.host_bytes
+    tensors = [tensor for layer in cache.layers for tensor in tensors_of(layer)]
+    host_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    return sum(tensor.nbytes for tensor in tensors) - host_bytes, host_bytes
