@@ -3,10 +3,12 @@ Tensors that `update` returns instead of keys and values: handles, or keys that 
 
 In transformers the attention function never sees the cache, only the results of `update`. A handle is a tensor in
 shape, type and device, without states. It answers `torch.nn.functional.scaled_dot_product_attention`, which the default
-implementation calls, by attention over the store. Any other operation on it gets the real states, so that every other
-implementation is right too, if slower. Nothing of torch or transformers is patched.
+implementation calls, by attention over the store, and so do the operations of attention that is written out (`scores`).
+Any other operation on it gets the real states, so that every other implementation is right too, if slower. Nothing of
+torch or transformers is patched.
 """
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -20,7 +22,8 @@ from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
 from ..storage import AnyStore, HostBlocks, Pair
 from .quantized_attention import QuantizedAttention
-from .queries import Queries
+from .queries import Queries, covers
+from .scores import Product, Scores, scores_of
 from .stored_attention import StoredAttention
 
 _View = Callable[[torch.Tensor], torch.Tensor]
@@ -49,6 +52,17 @@ class LayerView:
         self.attention, self.chunk, self.shape = attention, chunk, store.shape
         self._store, self._version = store, store.version
         self._states: Pair | None = None
+        self._product: weakref.ref[Product] | None = None
+
+    def note(self, product: Product) -> None:
+        """Note the newest product of queries with the keys."""
+        self._product = weakref.ref(product)
+
+    def before_change(self) -> None:
+        """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
+        product = None if self._product is None else self._product()
+        if product is not None:
+            product.compute("output_attentions")
 
     @property
     def store(self) -> AnyStore:
@@ -84,21 +98,26 @@ class KVHandle(torch.Tensor):
         layer: layer that it stands for.
         role: 0 for keys, 1 for values.
         views: functions that make this view out of the real states.
+        is_transposed: its last axis are the tokens.
     """
 
     layer: LayerView
     role: int
     _shape: torch.Size
     views: tuple[_View, ...]
+    is_transposed: bool
     # Torch's own property would go through `__torch_function__`, several times a step.
     shape = property(attrgetter("_shape"), doc="The shape of the states.")
 
     @staticmethod
-    def make(layer: LayerView, role: int, shape: torch.Size, views: tuple[_View, ...] = ()) -> "KVHandle":
+    def make(
+        layer: LayerView, role: int, shape: torch.Size, views: tuple[_View, ...] = (), is_transposed: bool = False
+    ) -> "KVHandle":
         states = layer.shape
         dtype = states.value_dtype if role else states.key_dtype
         handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
         handle.layer, handle.role, handle._shape, handle.views = layer, role, shape, views
+        handle.is_transposed = is_transposed
         return handle
 
     def states(self, what: str) -> torch.Tensor:
@@ -119,16 +138,20 @@ class KVHandle(torch.Tensor):
             args, kwargs = _with_states("scaled_dot_product_attention with such arguments", args, kwargs)
         elif func is torch.Tensor.to and _is_there(*args, **kwargs):
             return args[0]
-        elif func in _REPEATING and isinstance(args[0], KVHandle) and not kwargs:
+        elif func in _PRODUCTS and len(args) == 2 and not kwargs:
+            scores = _scores(*args)
+            if scores is not None:
+                return scores
+        elif func in _REPEATING and isinstance(args[0], KVHandle) and not args[0].is_transposed and not kwargs:
             handle, *arguments = args
             shape = _REPEATING[func](handle._shape, *arguments)
             if shape is not None:
                 views = (*handle.views, lambda states: func(states, *arguments))
-                return KVHandle.make(handle.layer, handle.role, shape, views)
-        elif func in _OBSERVED and any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args):
+                return KVHandle.make(handle.layer, handle.role, shape, views, func is torch.Tensor.transpose)
+        if func in _OBSERVED and any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args):
             args, kwargs = _with_states(func.__name__, args, kwargs)
             return func(*args, **kwargs)
-        elif func in _NOT_DISPATCHED:
+        if func in _NOT_DISPATCHED:
             args, kwargs = _with_states(func.__name__, args, kwargs)
         # The handle itself answers shape, type and device; operations that need data end in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
@@ -196,7 +219,7 @@ def _attend(
     if not fits or dropout_p > 0 or (torch.is_grad_enabled() and query.requires_grad):
         return None
     if attn_mask is not None:
-        if not _covers(attn_mask, query, tokens):
+        if isinstance(attn_mask, KVHandle) or not covers(attn_mask, query, tokens):
             return None
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if is_causal:
@@ -208,17 +231,39 @@ def _attend(
         return layer.attention(queries, store, chunk)
 
 
-def _covers(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> bool:
-    """Return whether attention takes `mask`: one value a token, shared by sequences, heads and queries or not."""
-    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    full = (*query.shape[:3], tokens)
-    return (
-        len(shape) == 4
-        and shape[3] == tokens
-        and all(size in (1, expected) for size, expected in zip(shape, full, strict=True))
-        and (mask.dtype == torch.bool or mask.dtype.is_floating_point)
-        and not isinstance(mask, KVHandle)
+def _scores(query: object, keys: object) -> Scores | None:
+    """Return the scores of queries that are multiplied with transposed keys; `None` for any other product."""
+    if not (isinstance(keys, KVHandle) and keys.is_transposed and isinstance(query, torch.Tensor)):
+        return None
+    if isinstance(query, (KVHandle, Scores)) or query.dim() != 4:
+        return None
+    layer, states, (batch, heads, _, head_dim), keys_shape = keys.layer, keys.layer.shape, query.shape, keys._shape
+    fits = (
+        keys_shape[:3] == (batch, heads, head_dim)
+        and heads % states.num_kv_heads == 0
+        and query.dtype == states.key_dtype
+        and query.device == states.device
+        and isinstance(layer.attention, StoredAttention)
     )
+    if not fits or (torch.is_grad_enabled() and query.requires_grad):
+        return None
+    attention = layer.attention
+    assert isinstance(attention, StoredAttention)
+
+    def attend(queries: Queries, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        if not isinstance(values, KVHandle) or values.layer is not layer or values.role != 1 or values.is_transposed:
+            return None
+        if values._shape[:3] != (batch, heads, keys_shape[3]):
+            return None
+        if queries.mask is not None and queries.mask.dtype != torch.bool:
+            queries = queries._replace(mask=attention.simplified(queries.mask))
+        with as_written(query.device):
+            return attention(queries, layer.store, layer.chunk).to(dtype)
+
+    product = Product(attend)
+    layer.note(product)
+    queries = Queries(query, heads // states.num_kv_heads, 1.0)
+    return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.states(what))
 
 
 def _is_there(handle: object, *target: Any, **options: Any) -> bool:
@@ -244,6 +289,12 @@ def _flattened(shape: torch.Size, *sizes: Any) -> torch.Size | None:
     wanted = _as_size(sizes)
     same = len(shape) == 5 and wanted == (shape[0], shape[1] * shape[2], *shape[3:])
     return wanted if same else None
+
+
+def _transposed(shape: torch.Size, *axes: Any) -> torch.Size | None:
+    if len(shape) != 4 or len(axes) != 2 or {axis % 4 for axis in axes} != {2, 3}:
+        return None
+    return torch.Size((*shape[:2], shape[3], shape[2]))
 
 
 def _as_size(sizes: tuple[Any, ...]) -> torch.Size:
@@ -286,11 +337,13 @@ def observed(keys: torch.Tensor, observer: Callable[[torch.Tensor], None]) -> to
 # Methods that torch refuses for a subclass before it asks the subclass.
 _NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
 
-# The three operations of transformers' `repeat_kv`, and the shape each gives, or `None` for another use of it.
+# The three operations of transformers' `repeat_kv`, and what attention that is written out makes of keys then; with the
+# shape each gives, or `None` for another use of it.
 _REPEATING: dict[Any, Callable[..., torch.Size | None]] = {
     torch.Tensor.__getitem__: _new_axis,
     torch.Tensor.expand: _expanded,
     torch.Tensor.reshape: _flattened,
+    torch.Tensor.transpose: _transposed,
 }
 
 # What observed keys answer.

@@ -64,6 +64,11 @@ def has_kernel_for_many(shape: KVShape) -> bool:
     return shape.element is not None and uses_prefill_kernel(shape.element)
 
 
+def _takes_kernel(queries: Queries, shape: KVShape) -> bool:
+    """Return whether many queries attend by the kernel: where it is faster, or torch has no such attention."""
+    return has_kernel_for_many(shape) or queries.cap is not None
+
+
 class KernelThread:
     """One thread for kernels beside an accelerator, started at its first use; a forked process starts its own."""
 
@@ -114,7 +119,7 @@ class HostAttention:
         """Attend to all tokens of a store, which are in host memory; the output is like the queries."""
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
-        if query.is_cpu and (are_few or has_kernel_for_many(store.shape)):
+        if query.is_cpu and (are_few or _takes_kernel(queries, store.shape)):
             return self._attend_to(queries, blocks_of(store), query.dtype)[0]
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
@@ -137,7 +142,7 @@ class HostAttention:
         """
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
-        if are_few or (query.is_cpu and has_kernel_for_many(store.shape)):
+        if are_few or (query.is_cpu and _takes_kernel(queries, store.shape)):
             out, lse = self._attend_to(queries, blocks_of(store, num_elsewhere), torch.float32, mask)
             return PartialAttention(out, torch.tensor(lse))
         store.wait_for_copies()
@@ -182,10 +187,12 @@ class HostAttention:
 
     def attend_to_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> torch.Tensor:
         """Attend to a sequence's first tokens as they came, in full precision, while the store quantizes them."""
-        blocks = StoredBlocks()
-        blocks.write(*chunk.arrays(), store.shape.num_kv_heads, store.shape.value_dim)
-        blocks.count(chunk.num_entries)
-        return self._attend_to(queries, blocks, queries.states.dtype)[0]
+        return self._attend_to(queries, _blocks_of_chunk(store, chunk), queries.states.dtype)[0]
+
+    def partial_of_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> PartialAttention:
+        """Do the same, with the log-sum-exp."""
+        out, lse = self._attend_to(queries, _blocks_of_chunk(store, chunk), torch.float32)
+        return PartialAttention(out, torch.tensor(lse))
 
     def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
@@ -208,7 +215,7 @@ class HostAttention:
         Returns:
             The output, of `dtype`, float32 or the query's, and the log-sum-exp, which the next call overwrites.
         """
-        query, group, scale, hides, are_causal = queries
+        query, group, scale, hides, are_causal, cap, _ = queries
         batch, heads, length, head_dim = query.shape
         value_dim, of_kernel = blocks.value_dim, dtype if dtype == torch.bfloat16 else torch.float32
         if query.dtype not in (torch.bfloat16, torch.float32):
@@ -228,11 +235,11 @@ class HostAttention:
             if len(self._workspaces) > _MAX_WORKSPACES:
                 self._workspaces.pop(next(iter(self._workspaces)))
             lse, start = workspace.lse, time.perf_counter()
-            workspace.attend(*ends, blocks, scale, *(mask or ()))
+            workspace.attend(*ends, blocks, scale, *(mask or (None, None)), cap)
         else:
             seen, lse = self._seen_by(queries, blocks.num_tokens), np.empty((batch, heads, length), np.float32)
             start = time.perf_counter()
-            attend_many(*ends, lse, blocks, scale, seen.ranges, seen.visible, seen.bias, self._memory)
+            attend_many(*ends, lse, blocks, scale, seen.ranges, seen.visible, seen.bias, self._memory, cap)
         self._stats.kernel_seconds += time.perf_counter() - start
         return out.to(dtype), lse
 
@@ -246,6 +253,14 @@ class HostAttention:
             return SeenTokens(np.array([[[[0, num_tokens]]]]))
         ranges, are_too_wide = self._ranges.of(queries.mask)
         return SeenTokens(ranges, *self._arrays_of(queries.mask)) if are_too_wide else SeenTokens(ranges)
+
+
+def _blocks_of_chunk(store: Store, chunk: HostBlocks) -> StoredBlocks:
+    """Return a record of a store's first tokens as they came."""
+    blocks = StoredBlocks()
+    blocks.write(*chunk.arrays(), store.shape.num_kv_heads, store.shape.value_dim)
+    blocks.count(chunk.num_entries)
+    return blocks
 
 
 def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:

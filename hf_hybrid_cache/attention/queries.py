@@ -27,6 +27,9 @@ class Queries(NamedTuple):
         mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length, tokens]`
             of the tokens that they attend to, where any of the first three may be 1.
         are_causal: they are the last tokens of the sequence, and each sees the tokens before it and itself.
+        cap: of a soft cap, `cap * tanh(score / cap)`, before the mask; `None` for none.
+        sinks: one more score of each query, that of a token whose value is zero, `[batch, query_heads, query_length,
+            1]`, where any of the first three may be 1; `None` for none.
     """
 
     states: torch.Tensor
@@ -34,6 +37,8 @@ class Queries(NamedTuple):
     scale: float | None
     mask: torch.Tensor | None = None
     are_causal: bool = False
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def rows(self) -> torch.Tensor:
         """Return the queries of a KV head as rows, `[batch, num_kv_heads, group * query_length, head_dim]`."""
@@ -77,6 +82,32 @@ class MadeOfMasks(Generic[Made]):
 
     def _forget(self, mask: object) -> None:
         self._made = {key: made for key, made in self._made.items() if made[0] is not mask}
+
+
+def covers(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> bool:
+    """Return whether attention takes `mask`: one value a token, shared by sequences, heads and queries or not."""
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    full = (*query.shape[:3], tokens)
+    return (
+        len(shape) == 4
+        and shape[3] == tokens
+        and all(size in (1, expected) for size, expected in zip(shape, full, strict=True))
+        and (mask.dtype == torch.bool or mask.dtype.is_floating_point)
+    )
+
+
+def simplified(mask: torch.Tensor) -> torch.Tensor | None:
+    """
+    Return a mask that is added to scores as one that says which tokens are seen, if it says no more than that.
+
+    `None` is for a mask that hides nothing. A query that sees no token keeps its numbers: it attends to all alike.
+    """
+    is_hidden = mask <= torch.finfo(mask.dtype).min
+    if not bool(((mask == 0) | is_hidden).all()):
+        return mask
+    if not bool(is_hidden.any()):
+        return None
+    return mask if bool(is_hidden.all(dim=-1).any()) else ~is_hidden
 
 
 def is_array(mask: torch.Tensor) -> bool:

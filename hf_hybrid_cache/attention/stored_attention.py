@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import TypeGuard
 
 import torch
 
@@ -19,7 +20,7 @@ from ..storage import (
 )
 from .host_attention import HostAttention, has_kernel_for_many
 from .merging import PartialAttention, merged, merged_out
-from .queries import MadeOfMasks, Queries, folded, folded_mask, unfolded
+from .queries import MadeOfMasks, Queries, folded, folded_mask, simplified, unfolded
 from .sharded_attention import attend_to_shards
 from .torch_attention import attend_to_states
 
@@ -45,6 +46,7 @@ class StoredAttention:
         self.is_declined = self._has_attended = self._has_warned = False
         self._host = HostAttention(stats)
         self._prefix_masks, self._own_masks = MadeOfMasks(folded_mask), MadeOfMasks(_columns_of)
+        self._simplified = MadeOfMasks(simplified)
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
         twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
@@ -70,6 +72,10 @@ class StoredAttention:
             and has_kernel_for_many(store.shape)
         )
 
+    def simplified(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """Return a mask that is added to scores as one of the tokens that are seen, if it says no more."""
+        return self._simplified.of(mask)
+
     def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
@@ -86,20 +92,15 @@ class StoredAttention:
         query, mask = queries.states, queries.mask
         if store.wants_queries:
             store.observe(query)
-        if chunk is not None:
-            assert isinstance(store, Store)
-            return self._host.attend_to_chunk(queries, store, chunk)
-        if isinstance(store, ShardedStore) and not store.shard.is_all:
-            own = None if mask is None else self._own_masks.of(mask, store.shard)
-            return attend_to_shards(queries._replace(mask=own), store, self._host).out.to(query.dtype)
-        if isinstance(store, Store) and (store.ends is None or not (store.ends.num_entries or store.is_staged)):
+        if queries.sinks is None and _is_in_one_place(store):
+            if chunk is not None:
+                return self._host.attend_to_chunk(queries, store, chunk)
             return self._host.attend(queries, store)
         running: list[Future] = []
         try:
-            if isinstance(store, SharedPrefix):
-                parts = self._parts_of_continuations(queries, store, running)
-            else:
-                parts = _parts_of(queries, store, self._host, running)
+            parts = self._parts(queries._replace(sinks=None), store, chunk, running)
+            if queries.sinks is not None:
+                parts.append(partial(_of_sinks, queries.sinks))
             total = None
             for part in parts[:-1]:
                 total = merged(total, part())
@@ -108,6 +109,18 @@ class StoredAttention:
             return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
         finally:
             wait(running)
+
+    def _parts(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None, running: list[Future]) -> list[_Part]:
+        """List the parts of a layer; all processes of a group are one."""
+        if chunk is not None:
+            assert isinstance(store, Store)
+            return [partial(self._host.partial_of_chunk, queries, store, chunk)]
+        if isinstance(store, ShardedStore) and not store.shard.is_all:
+            own = None if queries.mask is None else self._own_masks.of(queries.mask, store.shard)
+            return [partial(attend_to_shards, queries._replace(mask=own), store, self._host)]
+        if isinstance(store, SharedPrefix):
+            return self._parts_of_continuations(queries, store, running)
+        return _parts_of(queries, store, self._host, running)
 
     def _parts_of_continuations(self, queries: Queries, store: SharedPrefix, running: list[Future]) -> list[_Part]:
         """
@@ -183,6 +196,18 @@ def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list
         first_of_chunk = max(0, min(last, num_tokens - length) - first)
         parts.append(host.part(middle, store, running, first_of_chunk, end - start, on_end))
     return parts
+
+
+def _is_in_one_place(store: AnyStore) -> TypeGuard[Store]:
+    """Return whether all tokens of a layer are in the host memory of this process."""
+    if isinstance(store, SharedPrefix) or (isinstance(store, ShardedStore) and not store.shard.is_all):
+        return False
+    return store.ends is None or not (store.ends.num_entries or store.is_staged)
+
+
+def _of_sinks(sinks: torch.Tensor) -> PartialAttention:
+    """Attention to tokens whose scores are the sinks, and whose values are zero."""
+    return PartialAttention(sinks.new_zeros((), dtype=torch.float32), sinks.squeeze(-1).float())
 
 
 def _unfolded(part: _Part, continuations: int) -> PartialAttention:

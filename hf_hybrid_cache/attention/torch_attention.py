@@ -27,7 +27,7 @@ def attend_to_states(queries: Queries, read: Callable[[], Pair]) -> PartialAtten
     """
     keys, values = read()
     seen = None if queries.mask is None else _rows_of_mask(queries, queries.mask)
-    return _of_heads(queries, attend_by_torch(queries.rows(), keys, values, seen, queries.scale))
+    return _of_heads(queries, attend_by_torch(queries.rows(), keys, values, seen, queries.scale, queries.cap))
 
 
 def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> PartialAttention:
@@ -38,7 +38,7 @@ def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> Par
         if seen is not None:
             hides = seen.dtype != torch.bool or not seen.all()
             seen = _rows_of_mask(queries, seen) if hides else None
-        total = merged(total, attend_by_torch(rows, keys, values, seen, queries.scale))
+        total = merged(total, attend_by_torch(rows, keys, values, seen, queries.scale, queries.cap))
     assert total is not None
     return _of_heads(queries, total)
 
@@ -46,7 +46,7 @@ def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> Par
 def attend_to_prompt(queries: Queries, store: Store) -> torch.Tensor:
     """Attend with many queries, the last tokens of `store`, to all of its tokens; the output has the query's type."""
     query, mask = queries.states, queries.mask
-    if has_lse(store.shape, mask):
+    if has_lse(store.shape, mask) or queries.cap is not None:
         return attend_in_pieces(queries, store, store.middle_tokens - query.shape[2]).out.to(query.dtype)
     keys, values = (states.repeat_interleave(queries.group, dim=1) for states in store.read())
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
@@ -73,7 +73,12 @@ def _of_heads(queries: Queries, rows: PartialAttention) -> PartialAttention:
 
 
 def attend_by_torch(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    cap: float | None = None,
 ) -> PartialAttention:
     """
     Attend to keys and values, at least one token, on the device that they are on; types may differ, as under autocast.
@@ -81,6 +86,8 @@ def attend_by_torch(
     All are `[batch, heads, rows or tokens, dim]`, and the mask is `[batch, heads, rows, tokens]`, as that of `Queries`.
     Results have the query's type or float32, or float64 if any argument has it.
     """
+    if cap is not None:
+        return attend_plainly(query, keys, values, mask, scale, cap)
     key_dim, value_dim = keys.shape[3], values.shape[3]
     has_one_type = query.dtype == keys.dtype == values.dtype
     if query.is_cpu and key_dim == value_dim and has_one_type:
@@ -92,9 +99,14 @@ def attend_by_torch(
 
 
 def attend_plainly(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    cap: float | None = None,
 ) -> PartialAttention:
-    """Attend by plain products in float32 or float64, for any device, types, width and mask."""
+    """Attend by plain products in float32 or float64, for any device, types, width, mask and soft cap."""
     dtype = widest(query, keys, values)
     rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
     total = None
@@ -102,6 +114,8 @@ def attend_plainly(
     for start in range(0, keys.shape[2], at_once):
         tokens = slice(start, start + at_once)
         scores = rows @ keys[:, :, tokens].to(dtype).mT
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
         if mask is not None:
             scores += _as_bias(mask[..., tokens], dtype)
         lse = scores.logsumexp(dim=-1)

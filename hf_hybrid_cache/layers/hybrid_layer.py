@@ -1,5 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
@@ -7,11 +8,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import QuantizedAttention, StoredAttention, handles_of, has_kernel_for_many, observed
+from ..attention import (
+    LayerView,
+    QuantizedAttention,
+    StoredAttention,
+    handles_of,
+    has_kernel_for_many,
+    observed,
+)
 from ..kernels import compile_in_background
 from ..storage import (
     GRANULE,
     AnyStore,
+    HostBlocks,
     KVShape,
     Pair,
     RecentStates,
@@ -52,6 +61,7 @@ class HybridLayer(CacheLayerMixin):
         self._store: AnyStore | None = None
         self._place: Place | None = None
         self._lent: LentStates | None = None
+        self._handed: weakref.ref[LayerView] | None = None  # what `update` returned last, while it is there
 
     @property
     def store(self) -> AnyStore | None:
@@ -235,20 +245,28 @@ class HybridLayer(CacheLayerMixin):
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
             if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store):
-                return handles_of(store, stores.attention, store.add_first(key_states, value_states))
+                return self._hand(store, stores.attention, store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
             if takes_handles and (new_tokens <= _FEW_TOKENS or store.streamed is None):
                 self._add_for_cpu(store, key_states, value_states)
-                return handles_of(store, stores.attention)
+                return self._hand(store, stores.attention)
         attention = self._attention_on_device(store, new_tokens)
         try:
             if attention is not None:
                 store.add(key_states, value_states, on_device=True)
-                return handles_of(store, attention)
+                return self._hand(store, attention)
             keys, values = store.append(key_states, value_states)
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(new_tokens, error) from error
         return (keys if watched is None or stores.needs_states else observed(keys, watched.observe)), values
+
+    def _hand(
+        self, store: AnyStore, attention: StoredAttention | QuantizedAttention, chunk: HostBlocks | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make handles of the states, and note them for as long as they are there."""
+        keys, values = handles_of(store, attention, chunk)
+        self._handed = weakref.ref(keys.layer)
+        return keys, values
 
     def _attention_on_device(self, store: AnyStore, new_tokens: int) -> StoredAttention | QuantizedAttention | None:
         """Return what attends to the tokens where they are on the device; `None` if they are put together for it."""
@@ -428,6 +446,9 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             IncompleteCacheError: something has ended a change of it, or of the cache, half-way.
         """
+        view = None if self._handed is None else self._handed()
+        if view is not None:
+            view.before_change()
         if self._lent is not None:
             self.take_edits()
         store = self._store

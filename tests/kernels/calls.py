@@ -191,7 +191,9 @@ def attend_to_prompt(
         ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
         visible = visible if are_too_wide else None
     ends = (strided(each.transpose(1, 2)) for each in (query, out))
-    attend_many(*ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory)
+    attend_many(
+        *ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory, masks.get("cap")
+    )
     return out.transpose(1, 2).float().numpy(), lse
 
 

@@ -69,10 +69,17 @@ def attention(case: Case, scale: float, **masks: Any) -> tuple[np.ndarray, np.nd
 
 
 def attention_weights(
-    case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
+    case: Case,
+    scale: float,
+    causal: bool = False,
+    visible: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    cap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the attention weights of tokens, `[batch, query_heads, query_length, tokens]`, and the log-sum-exp."""
     scores = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)) * scale
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias.astype(np.float64)
     if visible is not None:

@@ -104,7 +104,8 @@ def test_attention_when_shapes_masks_scores_are_random_then_is_exact(way: str, d
     scale = float(np.float32(dims[0] ** -0.5))
     if way == "few" and not coded:
         scale = scale_for_scores(case, draw(st.floats(0.01, 1)) * SCORES)
-    check(case, bits, scale, way, **random_masks(draw, case, seed))
+    cap = draw(st.none() | st.sampled_from([0.5, 20.0, 50.0]))
+    check(case, bits, scale, way, cap=cap, **random_masks(draw, case, seed))
     count("attention compared with float64")
 
 

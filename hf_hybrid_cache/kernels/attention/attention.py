@@ -16,6 +16,7 @@ from ..vector.tiles import ROWS, score, score_bfloat16, softmax_tile, weigh
 from ..vector.vector_ir import BLOCK
 from .attention_call import (
     AttentionCall,
+    cap_tile,
     factor_of,
     mask_tile,
     merge_rows,
@@ -119,6 +120,9 @@ def _attend_block(element, part, item, head, start, address):
         else:
             score(element, query, stride, keys, stored.key_dim, scores, values)
         factor = factor_of(address)
+        if call.cap:
+            cap_tile(scores, factor, address)
+            factor = numba.float32(1)
         if is_masked:
             mask_tile(head, first, start, 0, scores, factor, address)
             factor = numba.float32(1)

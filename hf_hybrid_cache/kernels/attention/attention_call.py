@@ -26,6 +26,18 @@ from ..vector.vector_ir import BLOCK, LOG2_E
 _LOWEST, _LOG2_E = np.float32(-3e38), np.float32(LOG2_E)
 _LN_2 = math.log(2)
 
+# The coefficients of tanh, https://gitlab.com/libeigen/eigen, `ptanh_float`; the result is 1 from the end on.
+_TANH_END = np.float32(7.90531110763549805)
+_ODD_1, _ODD_3, _ODD_5 = (
+    np.float32(4.89352455891786e-03),
+    np.float32(6.37261928875436e-04),
+    np.float32(1.48572235717979e-05),
+)
+_ODD_7, _ODD_9 = np.float32(5.12229709037114e-08), np.float32(-8.60467152213735e-11)
+_ODD_11, _ODD_13 = np.float32(2.00018790482477e-13), np.float32(-2.76076847742355e-16)
+_EVEN_0, _EVEN_2 = np.float32(4.89352518554385e-03), np.float32(2.26843463243900e-03)
+_EVEN_4, _EVEN_6 = np.float32(1.18534705686654e-04), np.float32(1.19825839466702e-06)
+
 
 class Stored(NamedTuple):
     """
@@ -74,7 +86,7 @@ class AttentionCall(NamedTuple):
     out_of_token: int
     out_is_bfloat16: int
     lse: int  # address of float32 [batch, query heads, query_length], written
-    factor: int  # bits of a float64: 2 to the power of factor * product is a weight
+    factor: int  # bits of a float64: 2 to the power of factor * product is a weight, unless there is a cap
     operand_is_bfloat16: int  # whether rows for blocks in full precision are
     rotated_is_bfloat16: int  # whether rows for codes are
     rounds_to_integers: int  # whether what is folded with codes is rounded to integers
@@ -93,6 +105,7 @@ class AttentionCall(NamedTuple):
     bias_of_sequence: int
     bias_of_head: int
     bias_of_token: int
+    cap: int  # bits of a float64: scores are cap * tanh(factor * product), in the exponent of 2; 0 for no soft cap
     # Sizes:
     group: int  # query heads of a KV head
     query_length: int
@@ -241,6 +254,33 @@ def _fill(address, count, value):
     numbers = floats_at(address, count)
     for index in range(count):
         numbers[index] = value
+
+
+@jit_function
+def cap_tile(scores, factor, address):
+    """Turn the products of four rows into scores by the soft cap."""
+    cap = numba.float32(as_double(call_at(address, AttentionCall).cap))
+    numbers = floats_at(scores, ROWS * BLOCK)
+    for token in range(ROWS * BLOCK):
+        numbers[token] = cap * _tanh(numbers[token] * factor)
+
+
+@jit_inlined
+def _tanh(x):
+    """The hyperbolic tangent of a float32, by Eigen's rational function: within five units of the last place."""
+    x = _TANH_END if x > _TANH_END else x
+    x = -_TANH_END if x < -_TANH_END else x
+    square = x * x
+    odd = _ODD_13 * square + _ODD_11
+    odd = odd * square + _ODD_9
+    odd = odd * square + _ODD_7
+    odd = odd * square + _ODD_5
+    odd = odd * square + _ODD_3
+    odd = odd * square + _ODD_1
+    even = _EVEN_6 * square + _EVEN_4
+    even = even * square + _EVEN_2
+    even = even * square + _EVEN_0
+    return x * odd / even
 
 
 @jit_function

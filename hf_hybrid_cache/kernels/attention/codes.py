@@ -16,6 +16,7 @@ from ..vector.vector_ir import BLOCK, CACHE_LINE
 from .attention import has_mask, share, start_part
 from .attention_call import (
     AttentionCall,
+    cap_tile,
     factor_of,
     key_layout,
     mask_tile,
@@ -132,6 +133,8 @@ def _weigh(count, row, memory, address):
     blocks, one = _blocks(memory, address), numba.float32(1)
     for which in range(count):
         head, scores = blocks[which, _HEAD], scratch.scores + memory + which * ROWS * BLOCK * 4
+        if call.cap:
+            cap_tile(scores, one, address)
         if has_mask(address):
             mask_tile(head, row, blocks[which, _START], 0, scores, one, address)
         state, corrections = memory + (head * call.rows_at_once + row) * 4, scratch.corrections + memory

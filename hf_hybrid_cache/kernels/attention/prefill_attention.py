@@ -26,6 +26,7 @@ from ..vector.vector_ir import BLOCK
 from .attention import has_mask
 from .attention_call import (
     AttentionCall,
+    cap_tile,
     factor_of,
     key_layout,
     mask_tile,
@@ -108,6 +109,9 @@ def _attend_block(element, block, head, first, padded, memory, address):
             score_pairs(query, stride, keys, inner // 2, scores)
         else:
             score(one, query, stride, keys, inner, scores, keys)
+        if call.cap:
+            cap_tile(scores, factor, address)
+            factor = one
         if latest_start > start or earliest_end < start + BLOCK or has_mask(address):
             mask_tile(head, first + row, start, ranges, scores, factor, address)
             factor = one

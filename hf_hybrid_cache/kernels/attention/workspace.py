@@ -1,5 +1,6 @@
 """Calls of the kernels of attention: what is asked, written to memory, and memory that calls use again."""
 
+import math
 import struct
 from functools import cache
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..forms.blocks import value_width
+from ..vector.numbers_at import bits_of_double
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kernels
@@ -31,7 +33,7 @@ _PARTS_OF_A_THREAD = 4
 
 _OF_EACH_CALL = struct.Struct("@12qd5q")  # the fields up to `quantized_parts`; the factor is a float64
 _NOTHING = np.zeros(0, np.uint8), 0
-_SEEN, _GROUP = (8 * AttentionCall._fields.index(name) for name in ("seen", "group"))
+_SEEN, _CAP, _GROUP = (8 * AttentionCall._fields.index(name) for name in ("seen", "cap", "group"))
 
 
 class Shape(NamedTuple):
@@ -144,6 +146,7 @@ class _Calls:
         # What is written. Writing may be interrupted.
         self._works_at = 0
         self._is_masked = False
+        self._cap: float | None = None
 
     def _write(self, offset: int, *numbers: int) -> None:
         self.numbers[offset // 8 : offset // 8 + len(numbers)] = numbers
@@ -164,6 +167,7 @@ class _Calls:
         seen: np.ndarray | None,
         visible: np.ndarray | None,
         bias: np.ndarray | None,
+        cap: float | None,
     ) -> None:
         """
         Write a call, and have memory to work in for `at_once` parts or threads.
@@ -177,10 +181,15 @@ class _Calls:
             fields = {name: start + offset for name, offset in self._offsets.items()} | self._strides
             self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
             self._works_at = start
+        factor = scale * LOG2_E if cap is None else scale / cap
         _OF_EACH_CALL.pack_into(
-            self._buffer, 0, blocks.address, *query, *out, lse, scale * LOG2_E, operand_is_bfloat16,
+            self._buffer, 0, blocks.address, *query, *out, lse, factor, operand_is_bfloat16,
             rotated_is_bfloat16, quantized_parts > 0 and uses_integer_kernels(), parts, quantized_parts,
         )  # fmt: skip
+        if cap != self._cap:
+            self._cap = math.nan  # unlike any other, should the next line be interrupted
+            self._write(_CAP, 0 if cap is None else bits_of_double(cap * LOG2_E))
+            self._cap = cap
         is_masked = seen is not None or visible is not None or bias is not None
         if is_masked or self._is_masked:
             self._is_masked = True
@@ -244,6 +253,7 @@ class Workspace:
         scale: float,
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
+        cap: float | None = None,
     ) -> None:
         """
         Attend to stored tokens.
@@ -257,11 +267,12 @@ class Workspace:
             visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token that a query does not see. Any of
                 the first three sizes may be 1, for all.
             bias: float32, shaped as `visible` may be, added to the scaled scores.
+            cap: scores are `cap * tanh(scale * query @ keys.T / cap)` instead of the products, before a mask.
 
         Raises:
             MemoryError: the host has no memory to work in; the results are not whole.
         """
-        parts, in_codes = self.ask(query, out, blocks, scale, visible, bias)
+        parts, in_codes = self.ask(query, out, blocks, scale, visible, bias, cap)
         kind = blocks.element, in_codes > 0
         if kind not in self._operations:
             kernels = [take_queries, *([attend_codes] if in_codes else []), ATTEND[blocks.element], merge_head]
@@ -279,6 +290,7 @@ class Workspace:
         scale: float,
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
+        cap: float | None = None,
     ) -> tuple[int, int]:
         """Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks."""
         heads, coded = blocks.heads, blocks.quantized_blocks
@@ -287,7 +299,7 @@ class Workspace:
         as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
         self._calls.ask(
             self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, None,
-            visible, bias,
+            visible, bias, cap,
         )  # fmt: skip
         return parts, in_codes
 
@@ -325,6 +337,7 @@ def attend_many(
     visible: np.ndarray | None = None,
     bias: np.ndarray | None = None,
     memory: WorkingMemory | None = None,
+    cap: float | None = None,
 ) -> None:
     """
     Attend to stored tokens with any number of queries.
@@ -343,6 +356,7 @@ def attend_many(
             does not see. Any of the first three sizes may be 1, for all.
         bias: float32, shaped as `visible` may be, added to the scaled scores.
         memory: to work in, and other calls.
+        cap: of the scores, as in `Workspace.attend`.
 
     Raises:
         MemoryError: the host has no memory to work in; the results are not whole.
@@ -362,7 +376,7 @@ def attend_many(
     is_packed = blocks.element == np.uint16 and has_bfloat16_products()
     calls.ask(
         memory, team.threads, blocks, query, out, lse.ctypes.data, scale, is_packed, is_packed,
-        -(-rows // rows_at_once) * heads, 0, seen, visible, bias,
+        -(-rows // rows_at_once) * heads, 0, seen, visible, bias, cap,
     )  # fmt: skip
     attend_prefill(team.address, calls.address, blocks.element.type(0))
 

@@ -1,0 +1,340 @@
+"""
+Attention that a model writes out, operation by operation: scores that nobody computes until they meet the values.
+
+A product of queries with a handle of keys gives `Scores`: a tensor in shape, type and device, without numbers, which
+knows what attention it is. Operations that attention is made of give `Scores` again, and the product with the handle of
+values is one call of attention over the store. Any other operation gets the numbers, computed as the model wrote them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from ..graph_breaks import outside_of_graphs
+from .queries import Queries, covers
+
+# Computes numbers, and is told which operation reads them.
+_Compute = Callable[[str], torch.Tensor]
+
+
+class Written(NamedTuple):
+    """
+    What scores are: `scale * queries @ keys.T`, or `cap * tanh` of that, plus a mask; or what is made of them.
+
+    Attributes:
+        queries: with the scale of the products, the cap, the mask and the sinks.
+        has_sinks: the last column is that of the sinks, no token's.
+        are_shifted: the highest score of each query was subtracted, which changes no weight.
+        are_weights: softmax was taken of them.
+        are_highest: they are the highest score of each query.
+    """
+
+    queries: Queries
+    has_sinks: bool = False
+    are_shifted: bool = False
+    are_weights: bool = False
+    are_highest: bool = False
+
+    @property
+    def are_scores(self) -> bool:
+        """Whether they are the scores themselves."""
+        return not (self.are_weights or self.are_highest)
+
+    @property
+    def are_products(self) -> bool:
+        """Whether nothing was added to the products."""
+        return self.are_scores and self.queries.mask is None and not (self.has_sinks or self.are_shifted)
+
+    def says_the_same(self, other: "Written") -> bool:
+        """Return whether two of the same product went the same way."""
+        return all(ours is theirs for ours, theirs in zip(self.queries, other.queries, strict=True))
+
+
+class Product:
+    """
+    A product of queries and keys, of which scores are made.
+
+    Args:
+        attend: returns attention of queries if a tensor is the handle of the values, as a type; `None` otherwise.
+    """
+
+    def __init__(self, attend: Callable[[Queries, torch.Tensor, torch.dtype], torch.Tensor | None]):
+        self.attend = attend
+        self._scores: list[weakref.ref[Scores]] = []
+
+    def add(self, scores: "Scores") -> None:
+        """Note scores that were made of the product."""
+        self._scores.append(weakref.ref(scores))
+
+    def compute(self, what: str) -> None:
+        """Compute the numbers of all scores that somebody has, for `what`, which changes what they are made of."""
+        for each in self._scores:
+            scores = each()
+            if scores is not None:
+                scores.numbers(what)
+
+
+class Scores(torch.Tensor):
+    """
+    Scores that nobody has computed yet, or weights that are made of them.
+
+    Attributes:
+        written: what they are; `None` once their numbers may have changed.
+        product: that they are made of.
+    """
+
+    written: Written | None
+    product: Product
+    _compute: _Compute
+    _numbers: torch.Tensor | None
+
+    @staticmethod
+    def make(
+        written: Written, product: Product, shape: tuple[int, ...], dtype: torch.dtype, compute: _Compute
+    ) -> "Scores":
+        """Return scores of such a shape and type, whose numbers `compute` returns."""
+        device = written.queries.states.device
+        scores = torch.Tensor._make_wrapper_subclass(Scores, shape, dtype=dtype, device=device)
+        scores.written, scores.product, scores._compute, scores._numbers = written, product, compute, None
+        product.add(scores)
+        return scores
+
+    def numbers(self, what: str) -> torch.Tensor:
+        """Return the real tensor, which `what` reads."""
+        if self._numbers is None:
+            self._numbers = self._compute(what)
+        return self._numbers
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _STEPS:
+            result = _STEPS[func](func, *args, **kwargs)
+            if result is not None:
+                return result
+        # The tensor itself answers shape, type and device; operations that need numbers end in __torch_dispatch__.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        what, kwargs = str(func.overloadpacket), kwargs or {}
+        if func._schema.is_mutable:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, Scores):
+                    each.product.compute(what)
+                    each.written = None
+        args, kwargs = tree_map_only(Scores, lambda scores: scores.numbers(what), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Highest:
+    """The highest scores, as `max` along an axis returns them with their indices."""
+
+    def __init__(self, values: Scores, indices: Callable[[], torch.Tensor]):
+        self.values, self._indices = values, indices
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """The places of the highest scores."""
+        return self._indices()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.values, self.indices)[index] if index else self.values
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.values, self.indices))
+
+
+def scores_of(product: Product, queries: Queries, tokens: int, compute: _Compute) -> Scores:
+    """Return the scores of `queries` and so many tokens, before anything is done to them."""
+    query = queries.states
+    return Scores.make(Written(queries), product, (*query.shape[:3], tokens), query.dtype, compute)
+
+
+def _made(
+    scores: Scores,
+    operation: Callable[[torch.Tensor], torch.Tensor],
+    written: Written,
+    dtype: torch.dtype | None = None,
+    columns: int | None = None,
+) -> Scores:
+    """Return what `operation` makes of scores, which is `written`."""
+    shape = (*scores.shape[:3], scores.shape[3] if columns is None else columns)
+    return Scores.make(
+        written, scores.product, shape, dtype or scores.dtype, lambda what: operation(scores.numbers(what))
+    )
+
+
+def _times(scores: Scores, operation: Callable[[torch.Tensor], torch.Tensor], number: object) -> Scores | None:
+    """Return scores times a number, unless something was added to them."""
+    written = scores.written
+    if written is None or not written.are_products or not isinstance(number, (int, float)) or number == 0:
+        return None
+    queries = written.queries
+    assert queries.scale is not None
+    cap = None if queries.cap is None else queries.cap * number
+    return _made(scores, operation, Written(queries._replace(scale=queries.scale * number, cap=cap)))
+
+
+def _multiplied(func: Any, first: Any, second: Any) -> Scores | None:
+    if isinstance(first, Scores):
+        return _times(first, lambda numbers: func(numbers, second), second)
+    return _times(second, lambda numbers: func(first, numbers), first)
+
+
+def _divided(func: Any, scores: Any, number: Any) -> Scores | None:
+    if not isinstance(scores, Scores) or not isinstance(number, (int, float)) or number == 0:
+        return None
+    return _times(scores, lambda numbers: func(numbers, number), 1 / number)
+
+
+def _tanh(func: Any, scores: Scores) -> Scores | None:
+    written = scores.written
+    if written is None or not written.are_products or written.queries.cap is not None:
+        return None
+    return _made(scores, func, Written(written.queries._replace(cap=1.0)))
+
+
+def _added(func: Any, first: Any, second: Any) -> Scores | None:
+    scores, mask = (first, second) if isinstance(first, Scores) else (second, first)
+    written = scores.written
+    if written is None or not written.are_scores or written.has_sinks or not isinstance(mask, torch.Tensor):
+        return None
+    queries, tokens = written.queries, scores.shape[3]
+    if isinstance(mask, Scores) or not mask.dtype.is_floating_point or not covers(mask, queries.states, tokens):
+        return None
+    if torch.is_grad_enabled() and mask.requires_grad:
+        return None
+    shaped = mask[(None,) * (4 - mask.dim())]
+    total = shaped if queries.mask is None else queries.mask + shaped
+    result = torch.promote_types(scores.dtype, mask.dtype)
+    return _made(
+        scores, lambda numbers: func(numbers, mask), written._replace(queries=queries._replace(mask=total)), result
+    )
+
+
+def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
+    if len(tensors) != 2 or dim not in (-1, 3) or not isinstance(tensors[0], Scores):
+        return None
+    scores, sinks = tensors
+    written = scores.written
+    is_column = isinstance(sinks, torch.Tensor) and tuple(sinks.shape) == (*scores.shape[:3], 1)
+    if written is None or not written.are_scores or written.has_sinks or written.are_shifted:
+        return None
+    if not is_column or isinstance(sinks, Scores):
+        return None
+    if torch.is_grad_enabled() and sinks.requires_grad:
+        return None
+    joined = Written(written.queries._replace(sinks=sinks), has_sinks=True)
+    result = torch.promote_types(scores.dtype, sinks.dtype)
+    return _made(scores, lambda numbers: func([numbers, sinks], dim=dim), joined, result, scores.shape[3] + 1)
+
+
+def _highest(func: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> "_Highest | Scores | None":
+    written = scores.written
+    if written is None or not written.are_scores or dim not in (-1, 3) or not keepdim:
+        return None
+    gives_places = func is not torch.Tensor.amax and func is not torch.amax
+
+    def values(numbers: torch.Tensor) -> torch.Tensor:
+        result = func(numbers, dim=dim, keepdim=True)
+        return result.values if gives_places else result
+
+    highest = _made(scores, values, written._replace(are_highest=True), columns=1)
+    return (
+        _Highest(highest, lambda: func(scores.numbers("max"), dim=dim, keepdim=True).indices)
+        if gives_places
+        else highest
+    )
+
+
+def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
+    """Scores minus the highest of them: weights do not depend on it."""
+    if not (isinstance(scores, Scores) and isinstance(highest, Scores)):
+        return None
+    written, other = scores.written, highest.written
+    if written is None or other is None or not (written.are_scores and other.are_highest):
+        return None
+    if scores.product is not highest.product or not written.says_the_same(other):
+        return None
+    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written._replace(are_shifted=True))
+
+
+def _softmax(
+    func: Any, scores: Scores, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Scores | None:
+    written = scores.written
+    if written is None or not written.are_scores or dim not in (-1, 3):
+        return None
+    weights = written._replace(are_weights=True)
+    return _made(scores, lambda numbers: func(numbers, dim=dim, dtype=dtype), weights, dtype)
+
+
+def _as_type(func: Any, scores: Any, *arguments: Any, **options: Any) -> Scores | None:
+    dtype = options.get("dtype") if options else arguments[0] if arguments else _TYPES.get(func)
+    if not isinstance(scores, Scores) or scores.written is None or len(arguments) + len(options) > 1:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    return _made(scores, lambda numbers: func(numbers, *arguments, **options), scores.written, dtype)
+
+
+def _dropped_out(
+    func: Any, scores: Scores, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Scores | None:
+    """Weights after dropout that is off."""
+    return scores if p == 0 or not training else None
+
+
+def _without_sinks(func: Any, scores: Scores, index: Any) -> Scores | None:
+    written, whole = scores.written, slice(None)
+    if written is None or not (written.are_weights and written.has_sinks):
+        return None
+    if not isinstance(index, tuple) or any(isinstance(each, torch.Tensor) for each in index):
+        return None
+    if index not in ((..., slice(None, -1)), (whole, whole, whole, slice(None, -1))):
+        return None
+    return _made(
+        scores, lambda numbers: func(numbers, index), written._replace(has_sinks=False), columns=scores.shape[3] - 1
+    )
+
+
+def _attended(func: Any, weights: Any, values: Any) -> torch.Tensor | None:
+    """Attention: weights times the handle of values."""
+    if not isinstance(weights, Scores) or isinstance(values, Scores):
+        return None
+    written = weights.written
+    if written is None or not written.are_weights or written.has_sinks:
+        return None
+    return weights.product.attend(written.queries, values, torch.promote_types(weights.dtype, values.dtype))
+
+
+_TYPES = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+# What attention is made of. Each function returns `None` for a use that it does not know.
+_STEPS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys([torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__], _multiplied),
+    **dict.fromkeys([torch.div, torch.Tensor.div, torch.Tensor.__truediv__], _divided),
+    **dict.fromkeys([torch.tanh, torch.Tensor.tanh], _tanh),
+    **dict.fromkeys([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__], _added),
+    **dict.fromkeys([torch.cat, torch.concat], _joined),
+    **dict.fromkeys([torch.max, torch.Tensor.max, torch.amax, torch.Tensor.amax], _highest),
+    **dict.fromkeys([torch.sub, torch.Tensor.sub, torch.Tensor.__sub__], _without_highest),
+    **dict.fromkeys([functional.softmax, torch.softmax, torch.Tensor.softmax], _softmax),
+    **dict.fromkeys([torch.Tensor.to, torch.Tensor.type, *_TYPES], _as_type),
+    functional.dropout: _dropped_out,
+    torch.Tensor.__getitem__: _without_sinks,
+    **dict.fromkeys([torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__], _attended),
+}
