@@ -307,7 +307,7 @@ def blocks_of(store: Store, num_elsewhere: int = 0) -> Blocks:
             None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,
             None if values.channel_scaling is None else values.channel_scaling.inverse_array,
         )
-    num_tokens = store.middle_tokens - num_elsewhere
+    num_tokens = store.own_tokens - num_elsewhere
     return Blocks(*dense.arrays(), num_tokens, store.shape.value_dim, quantized)
 
 

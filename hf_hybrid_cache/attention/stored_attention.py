@@ -17,9 +17,11 @@ from ..storage import (
     HostBlocks,
     KVCodec,
     KVShape,
+    OneSequence,
     Shard,
     ShardedStore,
     SharedPrefix,
+    SplitStore,
     Store,
 )
 from .host_attention import HostAttention, has_kernel_for_many
@@ -75,7 +77,6 @@ class StoredAttention:
         return (
             isinstance(store, Store)
             and store.packed is None
-            and store.ends is None
             and isinstance(store.dense, HostBlocks)
             and store.streamed is None
             and store.layout.shard.is_all
@@ -109,8 +110,10 @@ class StoredAttention:
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if mask is None else self._own_masks.of(mask, store.shard)
             return attend_to_shards(queries._replace(mask=own), store, self._host).out.to(query.dtype)
-        if isinstance(store, Store) and (store.ends is None or not (store.ends.num_entries or store.is_staged)):
+        if isinstance(store, Store):
             return self._host.attend(queries, store)
+        if isinstance(store, SplitStore) and not (store.ends.num_entries or store.is_staged):
+            return self._host.attend(queries, store.middle)
         running: list[Future] = []
         try:
             if isinstance(store, SharedPrefix):
@@ -180,11 +183,11 @@ class StoredAttention:
         self.is_declined = self._has_warned = self._has_attended = False
 
 
-def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list[Future]) -> list[_Part]:
+def _parts_of(queries: Queries, store: OneSequence, host: HostAttention, running: list[Future]) -> list[_Part]:
     """List the parts of a store, those on the device first."""
-    if store.ends is None:
+    if isinstance(store, Store):
         return [host.part(queries, store, running)]
-    on_host, num_tokens, length = store.middle_tokens, store.num_tokens, queries.states.shape[2]
+    on_host, num_tokens, length = store.middle.num_tokens, store.num_tokens, queries.states.shape[2]
     first, last = store.first_tokens, store.first_tokens + on_host
     parts: list[_Part] = []
     if store.ends.num_entries:
@@ -198,7 +201,7 @@ def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
         first_of_chunk = max(0, min(last, num_tokens - length) - first)
-        parts.append(host.part(middle, store, running, first_of_chunk, end - start, on_end))
+        parts.append(host.part(middle, store.middle, running, first_of_chunk, end - start, on_end))
     return parts
 
 

@@ -320,9 +320,10 @@ class Streamed(HostBlocks):
         slot = self.slot
         return slot is not None and (slot.keys.is_lent or slot.values.is_lent)
 
-    def read(self) -> Pair:
+    def read(self, start: int = 0, end: int | None = None) -> Pair:
         self.streamed_from = 0
-        return self.read_staged()
+        keys, values = self.read_staged()
+        return keys[:, :, start:end], values[:, :, start:end]
 
     def read_staged(self) -> Pair:
         """Return the entries from `streamed_from` on, on the device."""
