@@ -77,9 +77,7 @@ class StoredAttention:
         return (
             isinstance(store, Store)
             and store.packed is None
-            and isinstance(store.dense, HostBlocks)
-            and store.streamed is None
-            and store.layout.shard.is_all
+            and store.is_in_host_blocks
             and store.shape.device.type == "cpu"
             and has_kernel_for_many(store.shape)
         )

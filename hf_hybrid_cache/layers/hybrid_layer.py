@@ -271,7 +271,7 @@ class HybridLayer(CacheLayerMixin):
         return (
             store.packed is not None
             and not store.num_tokens
-            and store.streamed is None
+            and store.is_in_host_blocks
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
@@ -412,7 +412,7 @@ class HybridLayer(CacheLayerMixin):
         store, place = self._store, self._place
         if store is None or place is None:
             return False
-        return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.settled_after([store.num_tokens]))
+        return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_settled)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
@@ -514,11 +514,9 @@ class HybridLayer(CacheLayerMixin):
             self._lent = lent
 
     def _truncate(self, store: AnyStore, num_tokens: int) -> None:
-        if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
-            states = store.read_prefix(num_tokens)
-            self.start(store.shape, lambda new: new.add(*states))
-            return
         store.truncate(num_tokens)
+        if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
+            self.start(store.shape, lambda new: new.take_from(store))
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self._store is not None

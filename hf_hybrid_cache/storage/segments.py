@@ -80,6 +80,14 @@ def tokens_from(segments: Iterable[Segment], start: int) -> Pair:
     return keys, values
 
 
+def in_two(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """Return the segments in full precision, and those of packed blocks."""
+    found = list[Segment](), list[Segment]()
+    for each in segments:
+        found[each.is_packed].append(each)
+    return found
+
+
 def num_entries(segments: Iterable[Segment]) -> int:
     """Return the number of entries of segments."""
     return sum(each.end - each.start for each in segments)
@@ -105,7 +113,7 @@ def copy_entries(segments: Iterable[Segment], target: Run) -> None:
 def rows_of(segments: Sequence[Segment], start: int = 0) -> Pair:
     """Return the rows from entry `start` on, the first one of a row, as they are stored in host memory."""
     run, first = segments[0].run, start
-    if len(segments) > 1 or not isinstance(run, HostBlocks):
+    if not isinstance(run, HostBlocks) or any(each.run is not run for each in segments):
         end = num_entries(segments)
         run, first = HostBlocks.like(run, end - start), 0
         copy_entries(entries_of(segments, start, end), run)

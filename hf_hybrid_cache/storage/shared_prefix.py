@@ -1,11 +1,11 @@
 """Keys and values of several continuations of a prompt, which is stored once."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from math import gcd
 
 import torch
 
-from .kv_shape import Pair
 from .layout import Layout
 from .memory.growth import GRANULE
 from .runs.run import repeated
@@ -44,7 +44,7 @@ class SharedPrefix(TokenStore):
         Make `store` the prefix, and let several sequences continue each of its sequences; copy its last tokens.
 
         Args:
-            store: with whole blocks to share (`num_settled`, once it is settled).
+            store: with whole blocks to share (`num_settled`).
             tails: empty store for the tokens after these blocks.
 
         Raises:
@@ -89,9 +89,9 @@ class SharedPrefix(TokenStore):
         is_whole = not self._is_changing and self.prefix.num_tokens + self.tails.num_tokens == self.num_tokens
         return is_whole and self.prefix.is_intact and self.tails.is_intact
 
-    @property
-    def num_settled(self) -> int:
-        return self.prefix.num_tokens + self.tails.num_settled
+    def settled_after(self, lengths: Sequence[int]) -> int:
+        shared = self.prefix.num_tokens
+        return shared + self.tails.settled_after([each - shared for each in lengths])
 
     def segments(self) -> list[Segment]:
         prefix = (each._replace(repeats=self.continuations) for each in self.prefix.segments())
@@ -104,13 +104,8 @@ class SharedPrefix(TokenStore):
         self.tails.write(keys, values, on_device)
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
 
-    def read_prefix(self, num_tokens: int) -> Pair:
-        """Return the first tokens of all sequences, at most those of the prefix."""
-        keys, values = self.prefix.read()
-        return repeated((keys[:, :, :num_tokens], values[:, :, :num_tokens]), self.continuations)
-
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens`, at least `least_tokens`."""
+        """Keep the first `num_tokens`. If they are fewer than `least_tokens`, all are to be stored anew."""
         left = num_tokens - self.prefix.num_tokens
         if left >= 0:
             self.tails.truncate(left)

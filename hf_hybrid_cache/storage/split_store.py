@@ -14,7 +14,7 @@ from .runs.host_blocks import HostBlocks
 from .runs.resident import Resident
 from .runs.streamed import Streamed
 from .scratch import Scratch
-from .segments import Segment, copy_entries, entries_of, num_entries
+from .segments import Segment, copy_entries, entries_of, in_two, num_entries, put_together
 from .stats import CacheStats
 from .store import Store
 from .token_store import RecentStates, TokenStore
@@ -76,13 +76,7 @@ class SplitStore(TokenStore):
         """Number of tokens in `ends` that come before all others."""
         return min(self.split.first_tokens, self.ends.num_entries)
 
-    @property
-    def num_settled(self) -> int:
-        first = self.split.first_tokens
-        return first + self.middle.num_settled if self.num_tokens >= first else 0
-
     def settled_after(self, lengths: Sequence[int]) -> int:
-        """Return what `num_settled` will be after growing to each of `lengths` in turn, see `Store`."""
         first, middle = self.split.first_tokens, self.split.growing(lengths, self.middle.num_tokens)
         return first + self.middle.settled_after(middle) if lengths[-1] >= first else 0
 
@@ -112,9 +106,11 @@ class SplitStore(TokenStore):
         streamed = self.middle.streamed
         if self.cpu_fraction is None or streamed is None:
             return self.middle.read()
-        (start, end), states = self.staged_range(), streamed.read_staged()
-        if self.middle.packed is not None:
-            states = self.middle.decoded(states, self._scratch.lend_states(self.shape, end - start))
+        staged = Segment(streamed, streamed.streamed_from, streamed.num_entries, self._choice)
+        if self._choice is None:
+            states = streamed.read(staged.start, staged.end)
+        else:
+            states = put_together([staged], self._scratch.lend_states(self.shape, staged.num_tokens))
         # Each use prepares the next one.
         streamed.stream_from(self.cpu_fraction.blocks(streamed.num_blocks))
         return states
@@ -133,11 +129,6 @@ class SplitStore(TokenStore):
         room = self._room_for_staged(keys.shape[2]) if on_device else None
         self.write(keys, values, on_device)
         del room
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        if self.cpu_fraction is not None and self.streamed is not None:
-            self.streamed.stream_from(0)
-        return super().append(keys, values)
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False, host_tokens: int | None = None
@@ -199,8 +190,8 @@ class SplitStore(TokenStore):
 
     def take(self, segments: Sequence[Segment]) -> None:
         """Store the entries of segments in this empty store, see `Store`."""
-        full = [each for each in segments if not each.is_packed]
-        packed, count = [each for each in segments if each.is_packed], num_entries(full)
+        full, packed = in_two(segments)
+        count = num_entries(full)
         first = min(self.split.first_tokens, count)
         in_middle = self.split.host_tokens(count)
         if num_entries(packed):
@@ -264,12 +255,18 @@ class SplitStore(TokenStore):
                 self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
 
     def _room(self, num_tokens: int) -> Pair | None:
-        return super()._room(num_tokens) if self._make_room(num_tokens - self.num_tokens) else None
+        if not self._make_room(num_tokens - self.num_tokens):
+            return None
+        room = super()._room(num_tokens)
+        if self.middle.streamed is not None:
+            self.middle.streamed.stream_from(0)
+        return room
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
         """Lend memory in which streamed blocks will be dequantized; return `None` if none are."""
-        if self.middle.packed is None or self.waits:
+        held = self.middle.num_tokens
+        if self._choice is None or self.middle.waiting_bytes:
             return None
         start, end = self.staged_range()
-        more = self.host_tokens_with(new_tokens) - self.middle.num_tokens
+        more = self.split.host_tokens(self.num_tokens + new_tokens, held) - held
         return self._scratch.lend_states(self.shape, end - start + more)

@@ -16,7 +16,7 @@ from .runs.resident import Resident
 from .runs.run import Run
 from .runs.streamed import Streamed
 from .scratch import Scratch
-from .segments import Segment, copy_entries, put_together, ranges
+from .segments import Segment, copy_entries, in_two, put_together, ranges
 from .token_store import TokenStore
 
 # More new tokens than this are those of a chunk.
@@ -98,12 +98,7 @@ class Store(TokenStore):
         """Number of tokens in `dense` that come before packed blocks, once there are as many."""
         return self.layout.own_sink_tokens
 
-    @property
-    def num_settled(self) -> int:
-        return self.layout.settled_tokens(self.num_tokens)
-
     def settled_after(self, lengths: Sequence[int]) -> int:
-        """Return what `num_settled` will be after growing to each of `lengths` in turn, once the store is settled."""
         return self.layout.after(lengths[-1]).settled_tokens(lengths[-1])
 
     @property
@@ -144,12 +139,6 @@ class Store(TokenStore):
                 yield start, self._dequantized(first, last) if each.is_packed else each.run.read_range(first, last)
             at = end
 
-    def decoded(self, packed: Pair, states: Pair) -> Pair:
-        """Dequantize packed blocks into `states`, and return these."""
-        assert self._choice is not None
-        self._choice.decode(packed, states)
-        return states
-
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
         """Return the device and bytes of each buffer after this empty store had grown to each of `lengths`."""
         if self.packed is None:
@@ -167,7 +156,9 @@ class Store(TokenStore):
     def write(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
         before, held, choice = self.num_tokens, self.dense.num_entries, self._choice
         num_tokens = before + keys.shape[2]
-        layout = self.layout.after(num_tokens)
+        layout = self.layout
+        if num_tokens >= layout.changes_at:
+            layout = layout.after(num_tokens)
         waits = choice is not None and not choice.is_made
         if waits:
             self._prepare_to_wait(keys, values, layout, on_device)
@@ -277,12 +268,12 @@ class Store(TokenStore):
 
     def take(self, segments: Sequence[Segment]) -> None:
         """Store the entries of segments in this empty store; whole runs of its own may be among them, filled."""
-        blocks = 0
+        (full, packed), blocks = in_two(segments), 0
         if self.packed is not None:
             self._fit_packed()
-            copy_entries((each for each in segments if each.is_packed), self.packed)
+            copy_entries(packed, self.packed)
             blocks = self.packed.num_entries
-        copy_entries((each for each in segments if not each.is_packed), self.dense)
+        copy_entries(full, self.dense)
         self.layout = replace(self.layout, quantized_blocks=blocks)
         self._set_length(self.own_tokens)
 
@@ -437,12 +428,14 @@ class Store(TokenStore):
     def _dequantized(self, first: int, last: int) -> Pair:
         """Dequantize the tokens of some packed blocks, on their device; copies must be done."""
         assert self.packed is not None
+        assert self._choice is not None
         packed, tokens = self.packed.read_range(first, last), (last - first) * GRANULE
         shape, device = self.shape, packed[0].device
         heads = shape.batch, shape.num_kv_heads
         keys = torch.empty(*heads, tokens, shape.key_dim, dtype=shape.key_dtype, device=device)
         values = torch.empty(*heads, tokens, shape.value_dim, dtype=shape.value_dtype, device=device)
-        return self.decoded(packed, (keys, values))
+        self._choice.decode(packed, (keys, values))
+        return keys, values
 
     def _require_finite(self, states: Pair, num_blocks: int) -> None:
         for each in states:
@@ -461,4 +454,7 @@ class Store(TokenStore):
         )
 
     def _room(self, num_tokens: int) -> Pair | None:
-        return None if self.packed is None else super()._room(num_tokens)
+        if self.packed is None:
+            return None
+        self.settle()
+        return self._scratch.lend_states(self.shape, num_tokens)

@@ -1,7 +1,7 @@
 """A store: the tokens of a layer as a list of segments, and how they are read and copied."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from .kv_shape import KVShape, Pair
 from .runs.run import Run
 from .runs.token_buffer import TokenBuffer
 from .scratch import Scratch
-from .segments import Segment, num_entries, put_together, rows_of, tokens_from
+from .segments import Segment, in_two, num_entries, put_together, rows_of, tokens_from
 
 
 class RecentStates(NamedTuple):
@@ -102,10 +102,19 @@ class TokenStore(ABC):
             self._choice.observe(query, self.shape)
             self.settle()
 
-    @property
     @abstractmethod
+    def settled_after(self, lengths: Sequence[int]) -> int:
+        """
+        Return how many first tokens, in whole blocks, stay as they are while others follow.
+
+        Args:
+            lengths: numbers of tokens that the store has had in turn by then; it is settled at the last.
+        """
+
+    @property
     def num_settled(self) -> int:
-        """Number of first tokens, in whole blocks, that stay as they are while others follow."""
+        """Number of first tokens that stay as they are once the store is settled."""
+        return self.settled_after([self.num_tokens])
 
     @property
     def own_tokens(self) -> int:
@@ -172,24 +181,12 @@ class TokenStore(ABC):
 
     def entries(self) -> dict[str, int]:
         """Return how many entries there are of each part of the layer, by its name in a file."""
-        full, packed = (self._part(is_packed) for is_packed in (False, True))
+        full, packed = in_two(self.segments())
         return {"full": num_entries(full), "packed": num_entries(packed)} if packed else {"states": num_entries(full)}
-
-    def _part(self, is_packed: bool) -> list[Segment]:
-        """Return the segments in full precision, or the others; those that follow each other in one run as one."""
-        found = list[Segment]()
-        for each in self.segments():
-            if each.is_packed != is_packed:
-                continue
-            if found and found[-1].run is each.run:
-                found[-1] = found[-1]._replace(end=each.end)
-            else:
-                found.append(each)
-        return found
 
     def rows(self, part: str, start: int = 0) -> Pair:
         """Return rows of a part as a file has them, from entry `start` on, the first of a row; a copy where needed."""
-        return rows_of(self._part(part == "packed"), start)
+        return rows_of(in_two(self.segments())[part == "packed"], start)
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""

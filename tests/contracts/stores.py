@@ -9,6 +9,7 @@ is read, where the borders are, and that reading changes nothing. One use, for a
 
 import copy
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -149,22 +150,26 @@ class Plain:
     def select(self, indices: torch.Tensor) -> None:
         self.states = self.states[0][indices], self.states[1][indices]
 
+    def sizes(self) -> list[int]:
+        """Return the own tokens of each segment, in order."""
+        first, end, shard = 0, self.num_tokens, self.layout.shard
+        if self.device_tokens:
+            first, end = min(self.first, end), min(self.first + self.on_host, end)
+        borders = [first, end]
+        if self.codec:
+            sinks = min(self.layout.sink_tokens, end)
+            borders = [first, sinks, sinks + self.quantized * BLOCK, end]
+        if self.device_tokens:
+            borders = [0, *borders, self.num_tokens]
+        return [shard.tokens(after) - shard.tokens(before) for before, after in pairwise(borders)]
+
     def assert_held_by(self, store: OneSequence) -> None:
         """Check borders, and what is read."""
-        layout, shard, count = self.layout, self.layout.shard, self.num_tokens
+        shard, count = self.layout.shard, self.num_tokens
         assert store.is_intact
         assert store.num_tokens == count
         assert store.layout.quantized_blocks == self.quantized
-        middle = store
-        if isinstance(store, SplitStore):
-            middle = store.middle
-            assert store.first_tokens == min(count, self.first)
-            assert store.ends.num_entries == count - self.on_host
-        assert middle.own_tokens == (self.on_host if self.device_tokens else shard.tokens(count))
-        assert middle.sink_tokens == shard.tokens(layout.sink_tokens - self.first)
-        if middle.packed is not None:
-            own = [shard.owns(layout.sink_tokens // BLOCK + block) for block in range(self.quantized)]
-            assert middle.packed.num_entries == sum(own)
+        assert [each.num_tokens for each in store.segments()] == self.sizes()
         version, expected = store.version, [shard.part(each, 0) for each in self.states]
         assert all(map(torch.equal, store.read(), expected))
         assert all(map(torch.equal, store.read_copy(), expected))
