@@ -43,7 +43,6 @@ class QuantizedAttention:
         Arguments and result are those of `StoredAttention`; there is no chunk, and queries are not causal.
         """
         assert isinstance(store, Store)
-        assert store.ends is None
         assert not queries.are_causal
         query, shape, rows = queries.states, store.shape, queries.rows()
         if store.wants_queries:

@@ -49,7 +49,7 @@ def _attend_to_own(queries: Queries, store: ShardedStore, host: HostAttention, w
     """Write the partial result of the own shard."""
     query, mask = queries.states, queries.mask
     length = at_once = query.shape[2]
-    if not store.middle_tokens:
+    if not store.own_tokens:
         written.out.zero_()
         written.lse.fill_(-torch.inf)
         return

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeGuard
 
 import torch
 
@@ -13,9 +12,11 @@ from ..storage import (
     AnyStore,
     CacheStats,
     HostBlocks,
+    OneSequence,
     Shard,
     ShardedStore,
     SharedPrefix,
+    SplitStore,
     Store,
 )
 from .host_attention import HostAttention, has_kernel_for_many
@@ -64,10 +65,7 @@ class StoredAttention:
         return (
             isinstance(store, Store)
             and store.packed is None
-            and store.ends is None
-            and isinstance(store.dense, HostBlocks)
-            and store.streamed is None
-            and store.layout.shard.is_all
+            and store.is_in_host_blocks
             and store.shape.device.type == "cpu"
             and has_kernel_for_many(store.shape)
         )
@@ -92,10 +90,13 @@ class StoredAttention:
         query, mask = queries.states, queries.mask
         if store.wants_queries:
             store.observe(query)
-        if queries.sinks is None and _is_in_one_place(store):
+        if queries.sinks is None:
             if chunk is not None:
+                assert isinstance(store, Store)
                 return self._host.attend_to_chunk(queries, store, chunk)
-            return self._host.attend(queries, store)
+            whole = _in_one_place(store)
+            if whole is not None:
+                return self._host.attend(queries, whole)
         running: list[Future] = []
         try:
             parts = self._parts(queries._replace(sinks=None), store, chunk, running)
@@ -176,11 +177,11 @@ class StoredAttention:
         self.is_declined = self._has_warned = self._has_attended = False
 
 
-def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list[Future]) -> list[_Part]:
+def _parts_of(queries: Queries, store: OneSequence, host: HostAttention, running: list[Future]) -> list[_Part]:
     """List the parts of a store, those on the device first."""
-    if store.ends is None:
+    if isinstance(store, Store):
         return [host.part(queries, store, running)]
-    on_host, num_tokens, length = store.middle_tokens, store.num_tokens, queries.states.shape[2]
+    on_host, num_tokens, length = store.middle.num_tokens, store.num_tokens, queries.states.shape[2]
     first, last = store.first_tokens, store.first_tokens + on_host
     parts: list[_Part] = []
     if store.ends.num_entries:
@@ -194,15 +195,17 @@ def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
         first_of_chunk = max(0, min(last, num_tokens - length) - first)
-        parts.append(host.part(middle, store, running, first_of_chunk, end - start, on_end))
+        parts.append(host.part(middle, store.middle, running, first_of_chunk, end - start, on_end))
     return parts
 
 
-def _is_in_one_place(store: AnyStore) -> TypeGuard[Store]:
-    """Return whether all tokens of a layer are in the host memory of this process."""
-    if isinstance(store, SharedPrefix) or (isinstance(store, ShardedStore) and not store.shard.is_all):
-        return False
-    return store.ends is None or not (store.ends.num_entries or store.is_staged)
+def _in_one_place(store: AnyStore) -> Store | None:
+    """Return the store that has all tokens of a layer in the host memory of this process; `None` if none has."""
+    if isinstance(store, SplitStore):
+        return None if store.ends.num_entries or store.is_staged else store.middle
+    if isinstance(store, ShardedStore) and not store.shard.is_all:
+        return None
+    return store if isinstance(store, Store) else None
 
 
 def _of_sinks(sinks: torch.Tensor) -> PartialAttention:

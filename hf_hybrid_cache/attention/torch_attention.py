@@ -31,9 +31,9 @@ def attend_to_states(queries: Queries, read: Callable[[], Pair]) -> PartialAtten
 
 
 def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> PartialAttention:
-    """Attend to the middle of `store` piece by piece; the mask hides tokens from `first_of_chunk` on."""
+    """Attend to a store piece by piece; the mask hides tokens from `first_of_chunk` on."""
     rows, total = queries.rows(), None
-    for start, (keys, values) in store.middle_in_pieces(PIECE_TOKENS, first_of_chunk):
+    for start, (keys, values) in store.in_pieces(PIECE_TOKENS, first_of_chunk):
         seen = None if queries.mask is None else queries.mask[..., start : start + keys.shape[2]]
         if seen is not None:
             hides = seen.dtype != torch.bool or not seen.all()
@@ -47,7 +47,7 @@ def attend_to_prompt(queries: Queries, store: Store) -> torch.Tensor:
     """Attend with many queries, the last tokens of `store`, to all of its tokens; the output has the query's type."""
     query, mask = queries.states, queries.mask
     if has_lse(store.shape, mask) or queries.cap is not None:
-        return attend_in_pieces(queries, store, store.middle_tokens - query.shape[2]).out.to(query.dtype)
+        return attend_in_pieces(queries, store, store.own_tokens - query.shape[2]).out.to(query.dtype)
     keys, values = (states.repeat_interleave(queries.group, dim=1) for states in store.read())
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
 

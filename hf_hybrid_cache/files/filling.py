@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import described_codec
 from ..layers import HybridLayer
-from ..storage import HostBlocks, KVCodec, SeenQueries, ShardedStore, Store, require_host_bytes
+from ..storage import HostBlocks, KVCodec, OneSequence, SeenQueries, Segment, ShardedStore, Store, require_host_bytes
 from .description import DTYPES, TAILS, SavedLayers, States
 from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
@@ -114,9 +114,7 @@ class Filling:
                     "group="
                 )
             stores[TAILS] = layer.make_tails(states.batch)
-        is_mappable = (
-            layer.is_attended_on_cpu and not store.layout.device_tokens and not isinstance(store, ShardedStore)
-        )
+        is_mappable = layer.is_attended_on_cpu and isinstance(store, Store) and not isinstance(store, ShardedStore)
         if self._mmap and not is_mappable:
             raise ValueError(
                 "mmap=True is for layers that one process attends to on the CPU, all in host memory, and layer "
@@ -140,13 +138,15 @@ class Filling:
         def take() -> None:
             for prefix, each in stores.items():
                 if not isinstance(each, ShardedStore):
-                    each.take(runs[prefix])
+                    each.take([Segment(run, 0, run.num_entries) for run in runs[prefix].values()])
             if TAILS in stores:
                 layer.continue_with(stores[TAILS])
 
         return take
 
-    def _place_part(self, index: int, store: Store, prefix: str, part: str, entries: Mapping[str, int]) -> HostBlocks:
+    def _place_part(
+        self, index: int, store: OneSequence, prefix: str, part: str, entries: Mapping[str, int]
+    ) -> HostBlocks:
         """Make the run of a part of a store, and let its rows be targets."""
         name, are_kept = prefix + part, None
         names, num_entries = role_names(index, name), entries[name]

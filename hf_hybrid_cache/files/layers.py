@@ -15,7 +15,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
-from ..storage import AnyStore, HostBlocks, ShardedStore, SharedPrefix, Store
+from ..storage import AnyStore, HostBlocks, OneSequence, ShardedStore, SharedPrefix
 from .description import TAILS, LayerDescription, States
 from .tensor_file import Section, TensorForm, dtype_name
 
@@ -33,7 +33,7 @@ def role_names(index: int, part: str) -> list[str]:
     return [f"layers.{index}/{part}.{role}" for role in ROLES]
 
 
-def stores_of(store: AnyStore | None) -> dict[str, Store]:
+def stores_of(store: AnyStore | None) -> dict[str, OneSequence]:
     """Return the stores of a layer, by what the names of their parts begin with."""
     if isinstance(store, SharedPrefix):
         return {"": store.prefix, TAILS: store.tails}
@@ -78,9 +78,9 @@ def layer_section(index: int, layer: Any) -> Section:
     return Section(f"layers.{index}", forms, lambda: (map(bytes_of, store.rows_together(*each)) for each in both))
 
 
-def rows_section(index: int, stores: Mapping[str, Store], firsts: Mapping[str, int]) -> Section:
+def rows_section(index: int, stores: Mapping[str, OneSequence], firsts: Mapping[str, int]) -> Section:
     """Return the section of what stores hold, of each part from its first entry in `firsts` on, which begins a row."""
-    forms, parts = dict[str, TensorForm](), list[tuple[Store, str, int]]()
+    forms, parts = dict[str, TensorForm](), list[tuple[OneSequence, str, int]]()
     for prefix, store in stores.items():
         for part, number in store.entries().items():
             first = firsts.get(part, 0)

@@ -22,9 +22,11 @@ from ..storage import (
     AnyStore,
     HostBlocks,
     KVShape,
+    OneSequence,
     Pair,
     RecentStates,
     SharedPrefix,
+    SplitStore,
     Store,
     TokenBuffer,
 )
@@ -171,7 +173,7 @@ class HybridLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
-    def start(self, shape: KVShape, fill: Callable[[Store], object] = lambda new: None) -> Store:
+    def start(self, shape: KVShape, fill: Callable[[OneSequence], object] = lambda new: None) -> OneSequence:
         """Make the layer's store for states of this shape, which `fill` fills, in the place of one that there is."""
         stores, old = self._stores, self._store
         place = stores.place_of(self.layer_idx, self._ordinal, shape)
@@ -278,9 +280,9 @@ class HybridLayer(CacheLayerMixin):
         assert self._place is not None
         if new_tokens > _FEW_TOKENS or self._place.on_cpu:
             return None
-        if store.layout.device_tokens and store.layout.after(store.num_tokens + new_tokens).host_tokens:
+        if isinstance(store, SplitStore) and store.host_tokens_with(new_tokens):
             return None if attention.is_declined else attention
-        takes_codes = self._place.on_codes and store.ends is None and not self._quantized_attention.is_declined
+        takes_codes = self._place.on_codes and isinstance(store, Store) and not self._quantized_attention.is_declined
         return self._quantized_attention if takes_codes else None
 
     def _keeps_chunk(self, store: Store) -> bool:
@@ -288,8 +290,7 @@ class HybridLayer(CacheLayerMixin):
         return (
             store.packed is not None
             and not store.num_tokens
-            and store.ends is None
-            and store.streamed is None
+            and store.is_in_host_blocks
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
             and has_kernel_for_many(store.shape)
@@ -298,14 +299,16 @@ class HybridLayer(CacheLayerMixin):
     def _add_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states to which the CPU attends, beside the device if there is a fraction for each."""
         fraction, held = store.cpu_fraction, store.num_tokens
-        if fraction is not None and fraction.fraction < 1 and store.layout.after(held + keys.shape[2]).host_tokens:
-            try:
-                store.add(keys, values, on_device=True)
-                return
-            except torch.OutOfMemoryError:
-                if store.num_tokens != held or not store.is_intact:
-                    raise
-                fraction.give_up_streaming(held)
+        if fraction is not None and fraction.fraction < 1:
+            assert isinstance(store, SplitStore)
+            if store.host_tokens_with(keys.shape[2]):
+                try:
+                    store.add(keys, values, on_device=True)
+                    return
+                except torch.OutOfMemoryError:
+                    if store.num_tokens != held or not store.is_intact:
+                        raise
+                    fraction.give_up_streaming(held)
         store.add(keys, values)
 
     def get_seq_length(self) -> int:
@@ -391,20 +394,20 @@ class HybridLayer(CacheLayerMixin):
         store = self.usable_store()
         if store is None:
             return
-        if repeats > 1 and isinstance(store, Store) and self.shares_copies:
+        if repeats > 1 and not isinstance(store, SharedPrefix) and self.shares_copies:
             self._lent = None
             self._stores.drop_checkpoints()
             self._store = SharedPrefix.continuing(store, self.make_tails(repeats * store.shape.batch))
         else:
             self.reorder_cache(torch.arange(store.shape.batch).repeat_interleave(repeats))
 
-    def make_tails(self, batch: int) -> Store:
+    def make_tails(self, batch: int) -> OneSequence:
         """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
         assert self._store is not None
         assert self._place is not None
         return self._place.make(self._store.shape._replace(batch=batch), after_prefix=True)
 
-    def continue_with(self, tails: Store) -> None:
+    def continue_with(self, tails: OneSequence) -> None:
         """
         Make the stored sequences prefixes of the sequences in `tails`, several for each.
 
@@ -428,7 +431,7 @@ class HybridLayer(CacheLayerMixin):
         store, place = self._store, self._place
         if store is None or place is None:
             return False
-        return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_shareable)
+        return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_settled)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
@@ -533,11 +536,9 @@ class HybridLayer(CacheLayerMixin):
             self._lent = lent
 
     def _truncate(self, store: AnyStore, num_tokens: int) -> None:
-        if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
-            states = store.read_prefix(num_tokens)
-            self.start(store.shape, lambda new: new.add(*states))
-            return
         store.truncate(num_tokens)
+        if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
+            self.start(store.shape, lambda new: new.take_from(store))
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self._store is not None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..attention import has_kernel_for_many
-from ..storage import KVShape, Scratch
+from ..storage import KVShape, Scratch, SplitStore
 from .layer_stores import LayerStores
 
 HOST = torch.device("cpu")
@@ -45,7 +45,7 @@ class LayerCost(NamedTuple):
         """
         place = stores.place_of(index, 0, shape)
         store = place.make(shape)
-        is_split, is_quantized = store.layout.device_tokens > 0, store.layout.is_quantized
+        is_split, is_quantized = isinstance(store, SplitStore), store.layout.is_quantized
         kept: Counter[str] = Counter()
         for device, num_bytes in store.planned_bytes(lengths):
             kept[device.type] += num_bytes
@@ -54,15 +54,16 @@ class LayerCost(NamedTuple):
         # Attention of a chunk then unpacks few blocks at a time.
         takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
         in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
-        later, layouts = lengths[1:], store.layout.growing(lengths)
+        later = lengths[1:]
         is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
         slots = scratch = of_middle = 0
-        in_middle = [each.host_tokens for each in layouts] if is_split else lengths
+        in_middle = store.split.growing(lengths) if isinstance(store, SplitStore) else lengths
         if (is_split or is_quantized) and not in_pieces:
             # A first chunk attends to its own states, which are not quantized yet where the CPU attends.
             scratch = Scratch.planned_bytes(shape, lengths if is_quantized and not on_cpu and not later else later)
             of_middle = Scratch.planned_bytes(shape, in_middle) if is_split and is_quantized else 0
         if store.streamed is not None:
+            layouts = store.layout.growing(in_middle)
             sizes = [each.quantized_blocks for each in layouts] if is_quantized else in_middle
             slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
         while_decoding = slots + (of_middle if is_split or attends_in_place else scratch)

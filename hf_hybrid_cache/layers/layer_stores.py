@@ -15,6 +15,7 @@ from ..processes import Peers
 from ..storage import (
     GRANULE,
     Allowance,
+    AnyStore,
     CacheStats,
     CodecChoice,
     CpuFraction,
@@ -25,12 +26,15 @@ from ..storage import (
     KVCodec,
     KVShape,
     Layout,
+    OneSequence,
     Resident,
     Run,
     Scratch,
     SeenQueries,
     Shard,
     ShardedStore,
+    Split,
+    SplitStore,
     Staging,
     Store,
     Streamed,
@@ -128,7 +132,7 @@ class LayerStores:
         self.needs_states = False
         self.implementation: str | None = None
         # Stores whose tokens may wait for a codec, in the order of their last use.
-        self._waiting: list[weakref.ref[Store]] = []
+        self._waiting: list[weakref.ref[AnyStore]] = []
         self.recently_lent = LendingLayers()
         self.num_edits = 0
         self._resident = placement.resident_ordinals(num_layers)
@@ -231,7 +235,7 @@ class LayerStores:
                 "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
-    def note_waiting(self, store: Store) -> None:
+    def note_waiting(self, store: AnyStore) -> None:
         """
         Note that tokens of a store may wait for its codec, and settle those that have waited longest.
 
@@ -271,7 +275,7 @@ class Place:
     device_tokens: int
     cpu_fraction: CpuFraction | None
 
-    def make(self, shape: KVShape, after_prefix: bool = False) -> Store:
+    def make(self, shape: KVShape, after_prefix: bool = False) -> OneSequence:
         """
         Make an empty store of the layer.
 
@@ -286,22 +290,23 @@ class Place:
         if choice is not None:
             choice.codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
             choice.codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
-        sink_tokens = GRANULE if choice is None else choice.codec.sink_tokens
-        layout = Layout(sink_tokens, choice is not None, device_tokens, stores.shard)
+        split = Split(device_tokens, GRANULE if choice is None else choice.codec.sink_tokens)
         if after_prefix:
-            layout = layout.after_prefix
+            split = Split(device_tokens - split.first_tokens, sink_tokens=0)
             if choice is None:
                 runs = replace(self, kinds=Kinds(self.kinds.few, self.kinds.few))
+        layout = Layout(split.sink_tokens, choice is not None, split.first_tokens, stores.shard)
         scratch = stores.scratches.setdefault(shape.device, Scratch(shape.device))
         if stores.peers is not None:
             return ShardedStore(shape, layout, runs, scratch, choice, stores.peers, is_compared=self.ordinal == 0)
+        store = Store(shape, layout, runs, scratch, choice)
         if not device_tokens:
-            return Store(shape, layout, runs, scratch, choice)
+            return store
         capacity = InitialCapacity(min(stores.capacity.device_tokens, device_tokens), device_tokens)
         ends = Resident(shape, capacity, stores.device_budget)
-        return Store(shape, layout, runs, scratch, choice, ends, self.cpu_fraction, stores.stats)
+        return SplitStore(store, ends, split, scratch, self.cpu_fraction, stores.stats)
 
-    def can_be_continued(self, store: Store, num_shareable: int) -> bool:
+    def can_be_continued(self, store: OneSequence, num_shareable: int) -> bool:
         """
         Return whether several sequences can share the first tokens of `store`, and it saves enough.
 
@@ -309,7 +314,7 @@ class Place:
         """
         stores = self.stores
         is_shared_out = stores.peers is not None or stores.cpu_fraction is not None
-        has_one_place = self.on_cpu or store.is_in_one_run
+        has_one_place = self.on_cpu or (isinstance(store, Store) and store.packed is None)
         if not has_one_place or is_shared_out or stores.needs_states or stores.attention.is_declined:
             return False
         return num_shareable >= max(_LEAST_SHARED_TOKENS, store.layout.sink_tokens)

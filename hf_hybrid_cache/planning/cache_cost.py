@@ -106,7 +106,7 @@ def _own_bytes(
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
         place = stores.place_of(index, 0, shape)
         store = place.make(shape)
-        shared = store.layout.growing(model.lengths(prompt))[-1].settled_tokens(prompt)
+        shared = store.settled_after(model.lengths(prompt))
         if not place.can_be_continued(store, shared):
             return None
         tails = place.make(shape._replace(batch=model.continuations * shape.batch), after_prefix=True)

@@ -18,7 +18,7 @@ from ..files.layers import codec_section, described_layer, layer_section, role_n
 from ..files.tensor_file import Section, TensorFile, TensorForm
 from ..layers import HybridLayer, LayerStores
 from ..scalars import as_count
-from ..storage import GRANULE, Store
+from ..storage import GRANULE, OneSequence, SharedPrefix
 from .folder import Match
 from .node_files import Node
 
@@ -79,7 +79,7 @@ def states_since(
         if not isinstance(layer, HybridLayer) or layer.store is None:
             sections.append(layer_section(index, layer))
             continue
-        assert isinstance(layer.store, Store)
+        assert not isinstance(layer.store, SharedPrefix)
         firsts = _first_entries(layer.store, start, _entries(before, index))
         sections.append(rows_section(index, {"": layer.store}, firsts))
         for part, first in firsts.items():
@@ -89,7 +89,7 @@ def states_since(
     return NodeStates(described, codecs, first_rows), [section for section in sections if section.forms]
 
 
-def _first_entries(store: Store, start: int, before: Mapping[str, int]) -> dict[str, int]:
+def _first_entries(store: OneSequence, start: int, before: Mapping[str, int]) -> dict[str, int]:
     """Return the first entries of a layer's parts beyond those of its first tokens, by the names of parts."""
     layout, shard, entries = store.layout, store.layout.shard, store.entries()
     if store.codec is None:

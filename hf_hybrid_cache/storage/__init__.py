@@ -3,7 +3,7 @@
 from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries, mean_squares
 from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 from .kv_shape import KVShape, Pair
-from .layout import Layout, Shard
+from .layout import Layout, Shard, Split
 from .memory.address_space import huge_page_memory
 from .memory.buffer_memory import StorageUses
 from .memory.file_pages import give_back_file_pages
@@ -24,10 +24,13 @@ from .runs.streamed import Staging, Streamed
 from .runs.streams import Issued, Streams, streams_for
 from .runs.token_buffer import TokenBuffer
 from .scratch import Scratch
+from .segments import Segment
 from .sharded_store import MARK_SIZE, ShardedStore
-from .shared_prefix import AnyStore, SharedPrefix
+from .shared_prefix import AnyStore, OneSequence, SharedPrefix
+from .split_store import SplitStore
 from .stats import CacheStats, Decision
-from .store import RecentStates, Store
+from .store import Store
+from .token_store import RecentStates
 
 __all__ = [
     "GRANULE",
@@ -49,15 +52,19 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "Layout",
+    "OneSequence",
     "Pair",
     "RecentStates",
     "Resident",
     "Run",
     "Scratch",
     "SeenQueries",
+    "Segment",
     "Shard",
     "ShardedStore",
     "SharedPrefix",
+    "Split",
+    "SplitStore",
     "Staging",
     "StorageUses",
     "Store",

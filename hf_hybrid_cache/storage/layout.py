@@ -74,61 +74,35 @@ Shard.ALL = Shard(0, 1)
 @dataclass(frozen=True)
 class Layout:
     """
-    Borders between the tokens of one layer. Only they are kept, so most new tokens change nothing.
+    Borders between the tokens of a layer in one place. Only they are kept, so most new tokens change nothing.
 
-    Example, sink_tokens=64, is_quantized=True, device_tokens=192, 500 tokens:
-        device [0..63]   host, quantized [64..319]   host, recent [320..383]   device [384..499]
+    Example, sink_tokens=64, is_quantized=True, 300 tokens:
+        sinks [0..63]   quantized [64..191]   recent [192..299]
 
     Attributes:
-        sink_tokens: first tokens that are never quantized, whole blocks; on the device if a block more fits there.
-        is_quantized: a block is quantized once 64 tokens have come after it in the same place.
-        device_tokens: most tokens on the device if the middle is in host memory; 0 if all tokens are in one place.
+        sink_tokens: first tokens of the sequence that are never quantized, whole blocks.
+        is_quantized: a block is quantized once 64 tokens have come after it.
+        first_tokens: sink tokens that are elsewhere; positions here are counted after them.
         shard: the tokens of this process.
         quantized_blocks: quantized blocks after the sinks, of all processes.
-        host_tokens: tokens in host memory, after the first ones on the device; whole blocks until tokens are removed.
     """
 
     sink_tokens: int = GRANULE
     is_quantized: bool = False
-    device_tokens: int = 0
+    first_tokens: int = 0
     shard: Shard = Shard.ALL
     quantized_blocks: int = 0
-    host_tokens: int = 0
 
     def after(self, num_tokens: int) -> "Layout":
-        """Return the layout for `num_tokens`: itself, unless a block is quantized or tokens leave the device."""
+        """Return the layout for `num_tokens`: itself, unless a block is due to be quantized."""
         if num_tokens < self.changes_at:
             return self
-        if not self.device_tokens:
-            return self.with_due_blocks(num_tokens)
-        too_many = num_tokens - self.host_tokens - self.device_tokens
-        leaving = -(-too_many // self._leaving_at_once) * self._leaving_at_once
-        return replace(self, host_tokens=self.host_tokens + leaving).with_due_blocks(num_tokens)
-
-    def with_due_blocks(self, num_tokens: int) -> "Layout":
-        """Return the layout in which all blocks are quantized that are due after `num_tokens`."""
-        if not self.is_quantized:
-            return self
-        due = (self._middle_end(num_tokens) - self.sink_tokens - _RECENT_TOKENS) // GRANULE
-        return replace(self, quantized_blocks=due) if due > self.quantized_blocks else self
-
-    @property
-    def quantized_end(self) -> int:
-        """The first token after sinks and quantized blocks, whether there are as many tokens or not."""
-        return self.sink_tokens + self.quantized_blocks * GRANULE
+        due = (num_tokens - self._sinks_here - _RECENT_TOKENS) // GRANULE
+        return replace(self, quantized_blocks=due)
 
     def growing(self, lengths: Iterable[int]) -> "list[Layout]":
         """Return the layouts after growing to each of `lengths` in turn."""
         return list(accumulate(lengths, Layout.after, initial=self))[1:]
-
-    def holding(self, full_tokens: int, quantized_blocks: int) -> "Layout":
-        """Return the layout of a layer that holds so many tokens in full precision and quantized blocks."""
-        host_tokens = self.after(full_tokens).host_tokens
-        if self.device_tokens and quantized_blocks:
-            # Recent tokens follow the quantized blocks, as they did when these were quantized.
-            recent = self.sink_tokens - self.first_tokens + _RECENT_TOKENS
-            host_tokens = max(host_tokens, min(recent, full_tokens - self.first_tokens)) + quantized_blocks * GRANULE
-        return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
 
     def require_entries(self, full_tokens: int, quantized_blocks: int) -> None:
         """Raise a `ValueError` if blocks would be quantized before the sinks are complete: kernels read all sinks."""
@@ -140,26 +114,19 @@ class Layout:
 
     def cropped(self, num_tokens: int) -> "Layout":
         """Return the layout of the first `num_tokens`; a block that loses tokens is not quantized any more."""
-        host_tokens = min(self.host_tokens, max(0, num_tokens - self.first_tokens))
-        quantized_blocks = min(self.quantized_blocks, max(0, num_tokens - self.sink_tokens) // GRANULE)
-        return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
-
-    @cached_property
-    def first_tokens(self) -> int:
-        """Number of tokens on the device that come before those in host memory, once there are as many."""
-        return self.sink_tokens if self.device_tokens >= self.sink_tokens + GRANULE else 0
+        quantized_blocks = min(self.quantized_blocks, max(0, num_tokens - self._sinks_here) // GRANULE)
+        return replace(self, quantized_blocks=quantized_blocks)
 
     def settled_tokens(self, num_tokens: int) -> int:
         """Return how many of the first tokens, in whole blocks, stay as they are while others follow."""
-        end = min(self._middle_end(num_tokens), num_tokens)
-        if self.is_quantized:
-            return self.quantized_end if end >= self.sink_tokens else 0
-        return end // GRANULE * GRANULE
+        if not self.is_quantized:
+            return num_tokens // GRANULE * GRANULE
+        return self._sinks_here + self.quantized_blocks * GRANULE if num_tokens >= self._sinks_here else 0
 
-    @property
+    @cached_property
     def most_full_tokens(self) -> int:
         """Largest number of tokens beside quantized blocks that are in full precision at once."""
-        return self.sink_tokens - self.first_tokens + _RECENT_TOKENS + GRANULE
+        return self._sinks_here + _RECENT_TOKENS + GRANULE
 
     def parts(self, num_tokens: int) -> dict[str, tuple[int, tuple[range, ...]]]:
         """Return the entries of all processes and the numbers of their blocks in order, by names of parts in a file."""
@@ -171,15 +138,10 @@ class Layout:
         full = num_tokens - quantized * GRANULE, (range(first), range(last, blocks))
         return {"full": full, "packed": (quantized, (range(first, last),))}
 
-    @property
-    def after_prefix(self) -> "Layout":
-        """The layout of the tails of a prefix, if this one is empty; the prefix holds its first tokens."""
-        return replace(self, sink_tokens=0, device_tokens=self.device_tokens - self.first_tokens)
-
     @cached_property
     def own_sink_tokens(self) -> int:
         """Number of sink tokens that this process keeps beside quantized blocks."""
-        return self.shard.tokens(self.sink_tokens - self.first_tokens)
+        return self.shard.tokens(self._sinks_here)
 
     @cached_property
     def own_quantized_blocks(self) -> int:
@@ -190,13 +152,42 @@ class Layout:
     @cached_property
     def changes_at(self) -> int:
         """The least number of tokens that moves a border."""
-        if self.device_tokens:
-            return self.host_tokens + self.device_tokens + 1
         return self.most_full_tokens + self.quantized_blocks * GRANULE if self.is_quantized else sys.maxsize
 
-    def _middle_end(self, num_tokens: int) -> int:
-        """Return the end of the tokens that may be quantized, which are in host memory if some are on the device."""
-        return self.first_tokens + self.host_tokens if self.device_tokens else num_tokens
+    @cached_property
+    def _sinks_here(self) -> int:
+        return self.sink_tokens - self.first_tokens
+
+
+@dataclass(frozen=True)
+class Split:
+    """
+    Borders of a layer whose first and newest tokens are on the device, and the middle in host memory.
+
+    Example, sink_tokens=64, device_tokens=192, 500 tokens:
+        device [0..63]   host [64..383]   device [384..499]
+
+    Attributes:
+        device_tokens: most tokens on the device.
+        sink_tokens: first tokens of the sequence, which are on the device if a block more fits there.
+    """
+
+    device_tokens: int
+    sink_tokens: int
+
+    @cached_property
+    def first_tokens(self) -> int:
+        """Number of tokens on the device that come before those in host memory, once there are as many."""
+        return self.sink_tokens if self.device_tokens >= self.sink_tokens + GRANULE else 0
+
+    def host_tokens(self, num_tokens: int, before: int = 0) -> int:
+        """Return how many of `num_tokens` are in host memory, where `before` were; whole blocks leave the device."""
+        too_many = num_tokens - before - self.device_tokens
+        return before if too_many <= 0 else before - (-too_many // self._leaving_at_once) * self._leaving_at_once
+
+    def growing(self, lengths: Iterable[int], before: int = 0) -> list[int]:
+        """Return the tokens in host memory after growing to each of `lengths` in turn, where `before` were at first."""
+        return list(accumulate(lengths, lambda there, length: self.host_tokens(length, there), initial=before))[1:]
 
     @cached_property
     def _leaving_at_once(self) -> int:

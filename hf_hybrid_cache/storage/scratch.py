@@ -66,7 +66,8 @@ class Scratch:
 
     def release(self) -> None:
         """Give back the memory that nobody holds."""
-        self._pieces = [piece for piece in self._pieces if piece[1].is_shared]
+        if self._pieces:
+            self._pieces = [piece for piece in self._pieces if piece[1].is_shared]
 
 
 def _with_slack(num_bytes: int) -> int:

@@ -8,12 +8,12 @@ import torch
 from ..processes import OutOfStepError, Peers
 from .codec import CodecChoice
 from .kv_shape import KVShape, Pair
-from .layer_states import Runs, TokenStore
 from .layout import Layout, Shard
 from .memory.growth import GRANULE
 from .runs.host_blocks import HostBlocks
 from .scratch import Scratch
-from .store import Store
+from .store import Runs, Store
+from .token_store import TokenStore
 
 # Largest message of a process to the others.
 _MESSAGE_BYTES = 16 * 2**20
@@ -64,10 +64,9 @@ class ShardedStore(Store):
         self.add(keys, values)
         return (keys, values) if only_these else self.read()
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
-        """Store new states, see `Store`; there are no copies on a device."""
+    def write(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
         self.settle()
-        super().add(keys, values)
+        super().write(keys, values)  # there are no copies on a device
         if self._is_compared:
             total, magnitude = self._likeness
             numbers = keys[:, :, -1:].float()
@@ -75,11 +74,11 @@ class ShardedStore(Store):
 
     def read(self) -> Pair:
         """Return all states, which all processes gather."""
-        states = super().read()
-        if not self.shard.is_all:
-            states = self._read_together(states[0]), self._read_together(states[1])
-        keys, values = (each.to(self.shape.device) for each in states)
-        return keys, values
+        return self._of_all(super().read())
+
+    def read_copy(self) -> Pair:
+        """Return all states in memory that is not the store's, which all processes gather."""
+        return self._of_all(super().read_copy())
 
     def take_from(self, other: TokenStore) -> None:
         """Store the states of another store of the same shard in this empty one."""
@@ -175,6 +174,13 @@ class ShardedStore(Store):
                     # Consecutive blocks are of consecutive ranks.
                     yield received[(start + order) % size, order // size]
                 done += count
+
+    def _of_all(self, states: Pair) -> Pair:
+        """Return the states of all processes, on the compute device; `states` are those of this one."""
+        if not self.shard.is_all:
+            states = self._read_together(states[0]), self._read_together(states[1])
+        keys, values = (each.to(self.shape.device) for each in states)
+        return keys, values
 
     def _read_together(self, own: torch.Tensor) -> torch.Tensor:
         """Return states `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""

@@ -122,7 +122,7 @@ def test_what_is_not_finite_does_not_become_plausible(way: str):
 def test_chunk_attention_when_unpacking_then_holds_one_piece():
     """The chunk itself begins a piece, so that those before it need no mask: all its queries see them."""
     store, _ = filled(QuantizedHybridCache(CONFIG, 4), 1000, (16, 16), torch.float32)
-    pieces = list(store.middle_in_pieces(128, cut=930))
+    pieces = list(store.in_pieces(128, cut=930))
     assert [start for start, _ in pieces] == [0, 64, 192, 320, 448, 576, 704, 832, 896]
     assert all(keys.shape == values.shape and keys.shape[2] <= 128 for _, (keys, values) in pieces)
     for index, whole in enumerate(store.read()):

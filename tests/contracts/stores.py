@@ -9,6 +9,7 @@ is read, where the borders are, and that reading changes nothing. One use, for a
 
 import copy
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -17,7 +18,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import LlamaConfig
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
-from hf_hybrid_cache.storage import GRANULE, InitialCapacity, KVShape, Layout, Pair, Shard, Store
+from hf_hybrid_cache.storage import (
+    GRANULE,
+    InitialCapacity,
+    KVShape,
+    Layout,
+    OneSequence,
+    Pair,
+    Segment,
+    Shard,
+    SplitStore,
+)
 
 from common.caches import group_of_one
 from common.lazy_streams import copy_late
@@ -76,7 +87,7 @@ class Variant(NamedTuple):
     copies_late: bool = False
     is_shared: bool = False
 
-    def make(self, sizes: Sizes = USUAL, batch: int = BATCH) -> tuple[Store, "Plain"]:
+    def make(self, sizes: Sizes = USUAL, batch: int = BATCH) -> tuple[OneSequence, "Plain"]:
         """Make an empty store, and what it is compared with."""
         placement = Placement(**self.placement, device_tokens=sizes.device_tokens if self.is_split else 0)
         codec = sizes.codec if self.is_quantized else None
@@ -87,9 +98,10 @@ class Variant(NamedTuple):
         stores.shard, stores.capacity = sizes.shard, InitialCapacity(host_tokens=sizes.host_tokens)
         shape = KVShape.of(*states)
         store = stores.place_of(0, 0, shape).make(shape)
-        return store, Plain(store.layout, codec, states)
+        device_tokens = store.split.device_tokens if isinstance(store, SplitStore) else 0
+        return store, Plain(store.layout, device_tokens, codec, states)
 
-    def filled(self, num_tokens: int) -> tuple[Store, "Plain"]:
+    def filled(self, num_tokens: int) -> tuple[OneSequence, "Plain"]:
         store, plain = self.make()
         for each in (store, plain):
             each.add(*random_states(num_tokens))
@@ -106,10 +118,10 @@ class Plain:
         quantized: packed blocks.
     """
 
-    def __init__(self, layout: Layout, codec: KVCodec | None, states: Pair):
-        self.layout, self.codec, self.states = layout, codec, states
+    def __init__(self, layout: Layout, device_tokens: int, codec: KVCodec | None, states: Pair):
+        self.layout, self.device_tokens, self.codec, self.states = layout, device_tokens, codec, states
         self.on_host = self.quantized = 0
-        fits = layout.device_tokens >= layout.sink_tokens + BLOCK
+        fits = device_tokens >= layout.sink_tokens + BLOCK
         self.first = layout.sink_tokens if fits else 0
 
     @property
@@ -118,7 +130,7 @@ class Plain:
 
     def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.states = torch.cat([self.states[0], keys], 2), torch.cat([self.states[1], values], 2)
-        end, sinks, most = self.num_tokens, self.layout.sink_tokens, self.layout.device_tokens
+        end, sinks, most = self.num_tokens, self.layout.sink_tokens, self.device_tokens
         if most:
             while end - self.on_host > most:
                 self.on_host += max(BLOCK, (most - self.first) // 512 * BLOCK)
@@ -138,21 +150,26 @@ class Plain:
     def select(self, indices: torch.Tensor) -> None:
         self.states = self.states[0][indices], self.states[1][indices]
 
-    def assert_held_by(self, store: Store) -> None:
+    def sizes(self) -> list[int]:
+        """Return the own tokens of each segment, in order."""
+        first, end, shard = 0, self.num_tokens, self.layout.shard
+        if self.device_tokens:
+            first, end = min(self.first, end), min(self.first + self.on_host, end)
+        borders = [first, end]
+        if self.codec:
+            sinks = min(self.layout.sink_tokens, end)
+            borders = [first, sinks, sinks + self.quantized * BLOCK, end]
+        if self.device_tokens:
+            borders = [0, *borders, self.num_tokens]
+        return [shard.tokens(after) - shard.tokens(before) for before, after in pairwise(borders)]
+
+    def assert_held_by(self, store: OneSequence) -> None:
         """Check borders, and what is read."""
-        layout, shard, count = self.layout, self.layout.shard, self.num_tokens
+        shard, count = self.layout.shard, self.num_tokens
         assert store.is_intact
         assert store.num_tokens == count
-        assert (store.layout.host_tokens, store.layout.quantized_blocks) == (self.on_host, self.quantized)
-        is_split = bool(layout.device_tokens)
-        assert store.middle_tokens == (self.on_host if is_split else shard.tokens(count))
-        assert store.first_tokens == (min(count, self.first) if is_split else 0)
-        assert store.sink_tokens == shard.tokens(layout.sink_tokens - self.first)
-        if store.packed is not None:
-            own = [shard.owns(layout.sink_tokens // BLOCK + block) for block in range(self.quantized)]
-            assert store.packed.num_entries == sum(own)
-        if store.ends is not None:
-            assert store.ends.num_entries == count - self.on_host
+        assert store.layout.quantized_blocks == self.quantized
+        assert [each.num_tokens for each in store.segments()] == self.sizes()
         version, expected = store.version, [shard.part(each, 0) for each in self.states]
         assert all(map(torch.equal, store.read(), expected))
         assert all(map(torch.equal, store.read_copy(), expected))
@@ -189,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[tuple[Pair, list[torch.Tensor]]] = []
         self.add(count, False, mode)
 
-    def copied(self) -> tuple[Store, Plain]:
+    def copied(self) -> tuple[OneSequence, Plain]:
         return copy.deepcopy(self.store), copy.deepcopy(self.plain)
 
     def new(self, count: int) -> Pair:
@@ -268,11 +285,12 @@ class StoreMachine(RuleBasedStateMachine):
                 row = start if name == "packed" else start // BLOCK
                 for later, rows in zip(before.rows(name, start), before.rows(name), strict=True):
                     assert torch.equal(later, rows[row:])
-            other.take(runs)
+            other.take([Segment(run, 0, run.num_entries) for run in runs.values()])
         else:
             other.take_from(before)
         assert other.entries() == before.entries()
-        self.store, self.plain.on_host = other, other.layout.host_tokens
+        self.store = other
+        self.plain.on_host = other.middle.num_tokens if isinstance(other, SplitStore) else 0
 
     @invariant()
     def holds_the_same(self) -> None:

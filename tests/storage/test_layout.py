@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from hf_hybrid_cache.storage import GRANULE, Layout, Shard
+from hf_hybrid_cache.storage import GRANULE, Layout, Shard, Split
 
 SHARDS = st.integers(1, 4).flatmap(lambda size: st.builds(Shard, st.integers(0, size - 1), st.just(size)))
 LAYOUTS = st.builds(Layout, st.sampled_from([0, 64, 128, 256]), is_quantized=st.booleans(), shard=SHARDS)
@@ -24,9 +24,12 @@ def test_parts_of_a_file_have_every_token_once_and_every_block_once(layout: Layo
     ("num_tokens", "quantized_blocks", "host_tokens"),
     [(192, 0, 0), (193, 0, 64), (257, 1, 128), (321, 2, 192), (500, 4, 320)],
 )
-def test_the_example_of_its_documentation(num_tokens: int, quantized_blocks: int, host_tokens: int):
-    layout = Layout(64, is_quantized=True, device_tokens=192).after(num_tokens)
-    assert (layout.quantized_blocks, layout.host_tokens) == (quantized_blocks, host_tokens)
+def test_the_examples_of_their_documentation(num_tokens: int, quantized_blocks: int, host_tokens: int):
+    split = Split(device_tokens=192, sink_tokens=64)
+    assert split.host_tokens(num_tokens) == host_tokens
+    layout = Layout(64, is_quantized=True, first_tokens=split.first_tokens)
+    assert layout.after(host_tokens).quantized_blocks == quantized_blocks
+    assert Layout(64, is_quantized=True).after(300).quantized_blocks == 2
 
 
 @given(size=st.integers(1, 7), start=LENGTHS, count=LENGTHS)

@@ -8,7 +8,7 @@ from hf_hybrid_cache import HostMemoryError, HybridCache, KVCodec, OffloadedHybr
 from hf_hybrid_cache.attention.host_attention import HostAttention
 from hf_hybrid_cache.attention.queries import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import Pair, Resident, Scratch, Store
+from hf_hybrid_cache.storage import Pair, Resident, Scratch, SplitStore, Store
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.host_memory import Limit
 from hf_hybrid_cache.storage.runs.streamed import Slot
@@ -38,7 +38,7 @@ def in_three(share: float, codec: KVCodec | None) -> HybridCache:
     return HybridCache(CONFIG, Placement(offload=True, cpu_decode=share, device_tokens=128), codec=codec)
 
 
-def store_of(device_tokens: int) -> Store:
+def store_of(device_tokens: int) -> SplitStore:
     cache = HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=device_tokens))
     cache.update(*states(1), 0)
     store = cache.layers[0].store
@@ -168,7 +168,7 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
     assert 128 <= store.ends.num_entries <= 320
     assert store.is_intact
     decision = store._stats.decisions[-1]
-    assert (decision.option, decision.value) == ("device_tokens", store.layout.device_tokens)
+    assert (decision.option, decision.value) == ("device_tokens", store.split.device_tokens)
     assert all(map(torch.equal, store.read(), (keys, values)))
 
 
@@ -189,5 +189,5 @@ def test_store_when_either_place_has_no_room_then_is_as_it_was(
         patch.setattr(place, name, refuse)
         with pytest.raises(error):
             store.add(*states(5000, seed=1))
-    assert (store.is_intact, store.num_tokens, store.middle_tokens) == (True, 100, 0)
+    assert (store.is_intact, store.num_tokens, store.middle.num_tokens) == (True, 100, 0)
     assert all(map(torch.equal, store.read(), states(100)))

@@ -129,7 +129,7 @@ def test_slot_when_other_entries_are_needed_then_what_is_held_stays(streams: Cal
     (run,) = Layers(1, 0, streams=streams).runs
     run.write(states(0, 200), states(0, 200))
     run.stream_from(1)
-    held, _ = run.read_staged()
+    held, _ = run.read(run.streamed_from)
     assert all(torch.equal(part, states(0, 200)) for part in run.read())
     assert torch.equal(held, states(0, 200)[:, :, 64:])
 

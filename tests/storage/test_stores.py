@@ -6,7 +6,7 @@ from contracts.stores import StoreMachine, Variant, machine_of, random_states
 from hypothesis.stateful import run_state_machine_as_test
 from torch import distributed
 
-from hf_hybrid_cache.storage import Store
+from hf_hybrid_cache.storage import OneSequence
 
 from common.interruptions import Interruption
 from common.soak import search_at_random
@@ -66,7 +66,7 @@ CHANGES = {"append": random_states(140, 1), "truncate": (100,), "select": (torch
 def test_store_when_interrupted_anywhere_then_is_whole_or_says_not(variant: Variant, is_quantized: bool, change: str):
     made = variant._replace(is_quantized=is_quantized)
 
-    def trial(at_line: int | None) -> tuple[Interruption, Store]:
+    def trial(at_line: int | None) -> tuple[Interruption, OneSequence]:
         store, _ = made.filled(300)
         fault = Interruption(at_line=at_line, folder="storage")
         fault.run(lambda: getattr(store, change)(*CHANGES[change]))

@@ -85,9 +85,10 @@ class Run:
         """Number of entries that can be written without a change of memory."""
         return self._room - self.num_entries
 
-    def read(self) -> Pair:
-        """Return all entries, on the compute device."""
-        return self.keys.read_range(0, self.num_entries), self.values.read_range(0, self.num_entries)
+    def read(self, start: int = 0, end: int | None = None) -> Pair:
+        """Return entries `start` to `end`, or all, on the compute device."""
+        end = self.num_entries if end is None else end
+        return self.keys.read_range(start, end), self.values.read_range(start, end)
 
     def read_range(self, start: int, end: int) -> Pair:
         """Return entries `start` to `end` on their own device; call `wait_for_copies` first."""

@@ -320,20 +320,16 @@ class Streamed(HostBlocks):
         slot = self.slot
         return slot is not None and (slot.keys.is_lent or slot.values.is_lent)
 
-    def read(self) -> Pair:
-        self.streamed_from = 0
-        return self.read_staged()
-
-    def read_staged(self) -> Pair:
-        """Return the entries from `streamed_from` on, on the device."""
+    def read(self, start: int = 0, end: int | None = None) -> Pair:
+        self.streamed_from = min(self.streamed_from, start)
         if self._arriving:
             self.wait_for_copies()
         slot = self.slot_with_past()
         if slot is None:
             slot = self._with_room_on_device(self.fetch, self.staging.order_from(self))
         self.staging.streams.compute_after(slot.arrived)
-        start, end = self.streamed_from - slot.first, self.num_entries - slot.first
-        return slot.keys.read_range(start, end), slot.values.read_range(start, end)
+        first, last = start - slot.first, (self.num_entries if end is None else end) - slot.first
+        return slot.keys.read_range(first, last), slot.values.read_range(first, last)
 
     @property
     def num_blocks(self) -> int:
