@@ -82,7 +82,7 @@ def test_folder_when_harmed_at_random_then_finds_nothing_wrong(filled: Path):
     shutil.copytree(filled, good := filled.parent / "good")
     ways = [paths_of(filled, tokens) for tokens in prompts]
 
-    @search_at_random(60_000)
+    @search_at_random(60)
     @given(st.data())
     def search(data: st.DataObject) -> None:
         shutil.rmtree(filled)

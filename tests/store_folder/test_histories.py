@@ -186,4 +186,4 @@ def num_common(one: Tokens, other: Tokens) -> int:
 
 @pytest.mark.soak
 def test_folder_when_used_at_random_then_finds_what_a_dictionary_does():
-    run_state_machine_as_test(Users, settings=search_at_random(120_000, stateful_step_count=12))
+    run_state_machine_as_test(Users, settings=search_at_random(120, stateful_step_count=12))
