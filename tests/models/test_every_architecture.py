@@ -33,6 +33,21 @@ STOCK_CANNOT = """
     Inkling2Text LongcatFlash Mamba2 MiniMax MossTranscribeDiarize Musicgen MusicgenMelody OpenAIGPT Phi4Multimodal
     ProphetNet Qwen4Exp Qwen4ExpText Reformer XLNet xLSTM Xmod Zamba Zamba2 Zaya
 """
+# What reads the states of those whose attention, where it is written out, does something that handles do not follow.
+READS = {
+    "BloomConfig": "aten.view",
+    "CpmAntConfig": "aten.masked_fill",
+    "DeepseekV3Config": "aten.view",
+    "FalconConfig": "scaled_dot_product_attention with such arguments",
+    "GPTNeoConfig": "aten.where",
+    "MptConfig": "aten.masked_fill",
+}
+READS |= dict.fromkeys(("AXK1Config", "BailingHybridConfig", "Glm4MoeLiteConfig", "GPTNeoXJapaneseConfig"), "aten.view")
+READS |= dict.fromkeys(("KimiLinearConfig", "MiniCPM3Config", "MvpConfig", "SarvamMLAConfig"), "aten.view")
+READS |= dict.fromkeys(("TrOCRConfig", "XGLMConfig", "YoutuConfig"), "aten.view")
+READS |= dict.fromkeys(("GraniteSWAConfig", "GraniteMoeSWAConfig"), "aten.logsumexp")
+READS |= {"XLMConfig": "aten.masked_fill_", "JetMoeConfig": "aten.repeat", "DiffLlamaConfig": "aten.split"}
+READS |= {"DogeConfig": "aten.transpose"}
 # Puts 32 tokens of its own before a prompt, and so many are rounded to 8 bits unless kernels are exact.
 MORE_TOKENS = {"CpmAntConfig"}
 # The scores that choose experts are close to each other in these.
@@ -109,6 +124,22 @@ def test_it_gives_the_tokens_that_it_gives_with_stock(architecture: Architecture
         assert torch.equal(generated(model, cache), architecture.expected)
     cache.reset()
     assert torch.equal(generated(model, cache), architecture.expected)
+
+
+def test_attention_that_is_written_out_gives_its_tokens_without_the_states(architecture: Architecture):
+    if architecture.error is not None:
+        architecture.skip()
+    model, before = architecture.model(), architecture.model().config._attn_implementation
+    try:
+        model.set_attn_implementation("eager")
+        expected = generated(model, DynamicCache(config=model.config))
+        cache = DynamicHybridCache(model.config)
+        assert torch.equal(generated(model, cache), expected)
+    finally:
+        model.set_attn_implementation(before)
+    if transformers.__version__ == LISTED_VERSION:
+        reasons = {each.reason.removesuffix(" reads keys and values") for each in cache.stats.decisions}
+        assert reasons == ({READS[architecture.name]} if architecture.name in READS else set())
 
 
 def test_it_computes_with_its_codes_and_reads_no_weight_in_another_way(
