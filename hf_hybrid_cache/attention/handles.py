@@ -18,19 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from ..codecs import as_written
-from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
 from ..storage import AnyStore, HostBlocks, Pair
 from .quantized_attention import QuantizedAttention
 from .queries import Queries, covers
-from .scores import Product, Scores, scores_of
+from .scores import Product, Scores, StaleHandleError, scores_of
 from .stored_attention import StoredAttention
 
 _View = Callable[[torch.Tensor], torch.Tensor]
-
-
-class StaleHandleError(HybridCacheError, RuntimeError):
-    """The states that `update` returned were used after the cache had changed."""
 
 
 class LayerView:
@@ -52,17 +47,18 @@ class LayerView:
         self.attention, self.chunk, self.shape = attention, chunk, store.shape
         self._store, self._version = store, store.version
         self._states: Pair | None = None
-        self._product: weakref.ref[Product] | None = None
+        self._products: list[weakref.ref[Product]] = []
 
     def note(self, product: Product) -> None:
-        """Note the newest product of queries with the keys."""
-        self._product = weakref.ref(product)
+        """Note a product of queries with the keys."""
+        self._products.append(weakref.ref(product))
 
     def before_change(self) -> None:
         """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
-        product = None if self._product is None else self._product()
-        if product is not None:
-            product.compute("output_attentions")
+        for each in self._products:
+            product = each()
+            if product is not None:
+                product.compute("output_attentions")
 
     @property
     def store(self) -> AnyStore:
@@ -245,7 +241,7 @@ def _scores(query: object, keys: object) -> Scores | None:
         and query.device == states.device
         and isinstance(layer.attention, StoredAttention)
     )
-    if not fits or (torch.is_grad_enabled() and query.requires_grad):
+    if not fits or (torch.is_grad_enabled() and query.requires_grad) or torch.is_autocast_enabled(query.device.type):
         return None
     attention = layer.attention
     assert isinstance(attention, StoredAttention)

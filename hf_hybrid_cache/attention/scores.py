@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
 from .queries import Queries, covers
 
@@ -21,9 +22,13 @@ from .queries import Queries, covers
 _Compute = Callable[[str], torch.Tensor]
 
 
+class StaleHandleError(HybridCacheError, RuntimeError):
+    """The states that `update` returned, or scores of them, were used after the cache or the queries had changed."""
+
+
 class Written(NamedTuple):
     """
-    What scores are: `scale * queries @ keys.T`, or `cap * tanh` of that, plus a mask; or what is made of them.
+    Scores: `scale * queries @ keys.T`, or `cap * tanh` of that, plus a mask; or what attention makes of them.
 
     Attributes:
         queries: with the scale of the products, the cap, the mask and the sinks.
@@ -65,10 +70,30 @@ class Product:
     def __init__(self, attend: Callable[[Queries, torch.Tensor, torch.dtype], torch.Tensor | None]):
         self.attend = attend
         self._scores: list[weakref.ref[Scores]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def add(self, scores: "Scores") -> None:
         """Note scores that were made of the product."""
         self._scores.append(weakref.ref(scores))
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note the numbers of a tensor of which scores are to be made; return it."""
+        if not tensor.is_inference():  # nobody counts what is written to it
+            self._versions.append((tensor, tensor._version))
+        return tensor
+
+    def require_unchanged(self) -> None:
+        """
+        Check what scores are made of.
+
+        Raises:
+            StaleHandleError: queries, a mask or sinks were written to.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise StaleHandleError(
+                "Queries, a mask or sinks were written to before the attention that a model made of them was computed. "
+                "Write to a copy, or pass cpu_decode=False to the cache."
+            )
 
     def compute(self, what: str) -> None:
         """Compute the numbers of all scores that somebody has, for `what`, which changes what they are made of."""
@@ -106,6 +131,7 @@ class Scores(torch.Tensor):
     def numbers(self, what: str) -> torch.Tensor:
         """Return the real tensor, which `what` reads."""
         if self._numbers is None:
+            self.product.require_unchanged()
             self._numbers = self._compute(what)
         return self._numbers
 
@@ -113,7 +139,7 @@ class Scores(torch.Tensor):
     @outside_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _STEPS:
+        if func in _STEPS and kwargs.keys() <= _OPTIONS:
             result = _STEPS[func](func, *args, **kwargs)
             if result is not None:
                 return result
@@ -155,7 +181,7 @@ class _Highest:
 
 def scores_of(product: Product, queries: Queries, tokens: int, compute: _Compute) -> Scores:
     """Return the scores of `queries` and so many tokens, before anything is done to them."""
-    query = queries.states
+    query = product.watch(queries.states)
     return Scores.make(Written(queries), product, (*query.shape[:3], tokens), query.dtype, compute)
 
 
@@ -213,7 +239,7 @@ def _added(func: Any, first: Any, second: Any) -> Scores | None:
         return None
     if torch.is_grad_enabled() and mask.requires_grad:
         return None
-    shaped = mask[(None,) * (4 - mask.dim())]
+    shaped = scores.product.watch(mask)[(None,) * (4 - mask.dim())]
     total = shaped if queries.mask is None else queries.mask + shaped
     result = torch.promote_types(scores.dtype, mask.dtype)
     return _made(
@@ -233,14 +259,14 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
         return None
     if torch.is_grad_enabled() and sinks.requires_grad:
         return None
-    joined = Written(written.queries._replace(sinks=sinks), has_sinks=True)
+    joined = Written(written.queries._replace(sinks=scores.product.watch(sinks)), has_sinks=True)
     result = torch.promote_types(scores.dtype, sinks.dtype)
     return _made(scores, lambda numbers: func([numbers, sinks], dim=dim), joined, result, scores.shape[3] + 1)
 
 
 def _highest(func: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> "_Highest | Scores | None":
     written = scores.written
-    if written is None or not written.are_scores or dim not in (-1, 3) or not keepdim:
+    if written is None or not written.are_scores or not isinstance(dim, int) or dim not in (-1, 3) or not keepdim:
         return None
     gives_places = func is not torch.Tensor.amax and func is not torch.amax
 
@@ -272,7 +298,7 @@ def _softmax(
     func: Any, scores: Scores, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Scores | None:
     written = scores.written
-    if written is None or not written.are_scores or dim not in (-1, 3):
+    if written is None or not written.are_scores or dim not in (-1, 3) or isinstance(_stacklevel, torch.dtype):
         return None
     weights = written._replace(are_weights=True)
     return _made(scores, lambda numbers: func(numbers, dim=dim, dtype=dtype), weights, dtype)
@@ -298,7 +324,7 @@ def _without_sinks(func: Any, scores: Scores, index: Any) -> Scores | None:
     written, whole = scores.written, slice(None)
     if written is None or not (written.are_weights and written.has_sinks):
         return None
-    if not isinstance(index, tuple) or any(isinstance(each, torch.Tensor) for each in index):
+    if not isinstance(index, tuple) or not all(each is ... or isinstance(each, slice) for each in index):
         return None
     if index not in ((..., slice(None, -1)), (whole, whole, whole, slice(None, -1))):
         return None
@@ -314,6 +340,7 @@ def _attended(func: Any, weights: Any, values: Any) -> torch.Tensor | None:
     written = weights.written
     if written is None or not written.are_weights or written.has_sinks:
         return None
+    weights.product.require_unchanged()
     return weights.product.attend(written.queries, values, torch.promote_types(weights.dtype, values.dtype))
 
 
@@ -323,6 +350,8 @@ _TYPES = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
 }
+# Arguments that the functions below take by name.
+_OPTIONS = {"dim", "dtype", "inplace", "keepdim", "p", "training", "_stacklevel"}
 # What attention is made of. Each function returns `None` for a use that it does not know.
 _STEPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__], _multiplied),

@@ -1,4 +1,4 @@
-"""What `generate --compare` prints: the same answer with all caches, and a table of what each took."""
+"""The report of `generate --compare`: the same answer with all caches, and a table of what each took."""
 
 import re
 import time

@@ -89,7 +89,7 @@ class Snapshot:
         return chain(map(type, self._objects), chain.from_iterable(map(_within, self._containers)))
 
     def _holds(self, decoder: nn.Module) -> list[Any]:
-        """What objects, containers and global names hold, without a loop in Python."""
+        """The objects that objects, containers and global names hold, without a loop in Python."""
         named = map(dict.get, self._spaces, self._names)
         return [*gc.get_referents(decoder, *self._objects, *self._containers), *named]
 

@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Less is better: measured seconds of a token, then transfers, then bytes."""
+        """The order of plans, the better one first, by measured seconds of a token, then transfers, then bytes."""
         seconds = math.inf if self.measured is None else self.measured.seconds_per_token
         transfers = self.strategy == Strategy.CPU, self.experts_on_host, [*Strategy].index(self.strategy)
         most, kv = self.device_bytes + self.host_bytes, self.kv_device_bytes + self.kv_host_bytes

@@ -36,7 +36,7 @@ _ERRORS_OF_FILES = {errno.ENOENT, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno
 
 class Head(NamedTuple):
     """
-    What a file says beside its states.
+    The facts that a file tells beside its states.
 
     Attributes:
         identity: digest of what is before the first token; that of the start if the node begins with it.

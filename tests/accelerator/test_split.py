@@ -14,7 +14,7 @@ from hf_hybrid_cache import OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.attention import host_attention, stored_attention
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import Workspace
-from hf_hybrid_cache.storage import Issued, Store, cpu_fraction
+from hf_hybrid_cache.storage import Issued, SplitStore, cpu_fraction
 
 from accelerator.orders import DEVICE, ORDERS, in_order
 from models.tiny_models import random_prompt, tiny_model
@@ -53,7 +53,7 @@ def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_
 
 def let_one_side_be_last(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel wait until the device has ended, or the device begin when the kernel has."""
-    ended, attend, note, number = threading.Event(), Workspace.attend, Store.note_ended, itertools.count()
+    ended, attend, note, number = threading.Event(), Workspace.attend, SplitStore.note_ended, itertools.count()
 
     def wait() -> None:
         assert ended.wait(60)
@@ -83,7 +83,7 @@ def let_one_side_be_last(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if last == "cpu":
         monkeypatch.setattr(Workspace, "attend", attending)
     else:
-        monkeypatch.setattr(Store, "note_ended", noting)
+        monkeypatch.setattr(SplitStore, "note_ended", noting)
 
 
 @pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, StaleHandleError
 from hf_hybrid_cache.attention.scores import Scores
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -153,7 +153,7 @@ def test_a_model_with_caps_or_sinks_computes_what_it_does_with_stock(name: str, 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_quantized_cache_with_caps_or_sinks_attends_to_what_it_would_read(name: str, bits: int, exact_kernels):
+def test_codes_with_caps_or_sinks_are_attended_to_as_they_are_read(name: str, bits: int, exact_kernels):
     """The kernels on codes, and eager attention to the tensors that the same cache returns otherwise."""
     model, results = model_of(name), []
     for cpu_decode in (True, False):
@@ -172,6 +172,47 @@ def test_continuations_of_a_prompt_have_caps_and_sinks_once(name: str):
     options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
     expected = model.generate(ids, **cache_argument(DynamicCache(config=model.config)), **options)
     assert torch.equal(model.generate(ids, **cache_argument(DynamicHybridCache(model.config)), **options), expected)
+
+
+def test_what_is_written_to_before_the_values_come_is_an_error():
+    cache, query = DynamicHybridCache(CONFIG, cpu_decode=True), torch.ones(BATCH, HEADS, 1, HEAD_DIM)
+    states = [torch.ones(BATCH, KV_HEADS, 65, HEAD_DIM) for _ in range(2)]
+    cache.update(*states, 0)
+    keys, values = (repeat_kv(handle, 2) for handle in cache.update(*(each[:, :, :1] for each in states), 0))
+    mask = torch.zeros(BATCH, 1, 1, 66)
+    for written in (query, mask):
+        weights = functional.softmax(query @ keys.transpose(2, 3) + mask, dim=-1)
+        written.add_(1)
+        for use in (lambda weights: weights @ values, lambda weights: weights + 0):
+            with pytest.raises(StaleHandleError, match="written to before"):
+                use(weights)
+
+
+def test_arguments_of_operations_that_are_not_followed_get_numbers():
+    cache, tensors = DynamicHybridCache(CONFIG, cpu_decode=True), []
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(BATCH, KV_HEADS, 66, HEAD_DIM, generator=generator) for _ in range(2)]
+    cache.update(*(each[:, :, :65] for each in states), 0)
+    handle, _ = cache.update(*(each[:, :, 65:] for each in states), 0)
+    query = torch.randn(BATCH, HEADS, 1, HEAD_DIM, generator=generator)
+    other = torch.randn(BATCH, HEADS, 1, 66, generator=generator)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=WARNING)
+        for keys in (handle, states[0]):
+            scores = query @ repeat_kv(keys, 2).transpose(2, 3)
+            tensors.append(
+                [
+                    torch.add(scores, other, alpha=2),
+                    torch.softmax(scores, -1, torch.float64),
+                    torch.max(scores, other),
+                    scores.max(),
+                    torch.div(scores, 2.0, rounding_mode="floor"),
+                    scores[..., [0, 65]],
+                    scores.to(torch.float32, copy=True) + 1,
+                ]
+            )
+    for ours, theirs in zip(*tensors, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings(f"ignore:{WARNING}")

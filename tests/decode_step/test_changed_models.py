@@ -149,7 +149,7 @@ def test_step_when_a_function_was_replaced_gives_what_forward_gives(twins: Twins
         fuse_decode(made_at_random())
 
 
-def test_step_when_a_hook_comes_to_slots_that_were_replaced_gives_what_forward_gives(twins: Twins):
+def test_step_when_a_hook_comes_to_replaced_slots_gives_what_forward_gives(twins: Twins):
     for model in (twins.model, twins.own_model):
         model.model.layers[1].mlp._forward_hooks = OrderedDict()
     assert twins.steps(1) == 1

@@ -67,7 +67,7 @@ class Stored(NamedTuple):
 
 class AttentionCall(NamedTuple):
     """
-    What is asked of stored tokens; in memory `Scratch` follows it.
+    A question to stored tokens; in memory `Scratch` follows it.
 
     A row is a query of one of the query heads that share a KV head: row `g * query_length + i` is query `i` of query
     head `g`. Names with `_of_` are strides in bytes; those of masks are 0 along an axis that has one mask for all.
