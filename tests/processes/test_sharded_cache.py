@@ -270,6 +270,7 @@ def raised_by(what: str, path: str) -> str:
         "no folder": lambda: save("/no/such/folder/cache.kv"),
         "mapped": load_mapped,
         "other lengths": lambda: generate(ids[:, rank:]),
+        "too many tokens": fill_memory,
     }
     try:
         wrong[what]()
@@ -291,6 +292,7 @@ def raised_by(what: str, path: str) -> str:
             "other lengths",
             r"OutOfStepError: A cache has \d+ tokens at rank \d and \d+ at rank \d: call the model",
         ),
+        ("too many tokens", r"HostMemoryError: [\d,]+ tokens need .* These are of one of \d shares: more processes"),
     ],
 )
 def test_shared_cache_when_misused_then_error_has_way_out(what: str, message: str, group: Group, tmp_path: Path):
