@@ -187,6 +187,7 @@ class Nodes:
 
     def __init__(self, folder: Path):
         self.unfinished: list[Path] = []
+        self._heads: dict[Node, Head | None] = {}  # of nodes that prompts share, read once for all of them
         self._by_end: dict[str, list[Node]] = {}
         self._by_start: dict[str, list[Node]] = {}
         with os.scandir(folder) as entries:
@@ -226,12 +227,17 @@ class Nodes:
     def way_to(self, node: Node | None) -> list[tuple[Node, Head]]:
         """Return the nodes from the first token to one, with their heads; none if one is gone or damaged."""
         way: list[tuple[Node, Head]] = []
-        while node is not None and (head := node.head()) is not None:
+        while node is not None and (head := self._head_of(node)) is not None:
             way.append((node, head))
             if node.start == head.identity:
                 return way[::-1]
             node = next(iter(self.that_end(node.start)), None)
         return []
+
+    def _head_of(self, node: Node) -> Head | None:
+        if node not in self._heads:
+            self._heads[node] = node.head()
+        return self._heads[node]
 
     def with_descendants(self, node: Node) -> list[Node]:
         """Return a node and all that have no way without it, each after those that continue it."""
