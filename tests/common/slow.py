@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+# The mark of a combination of parameters in which no value, or no pair, is new.
+_COMBINATION = pytest.mark.slow("combination").mark
 _TOGETHER = {"values": 1, "pairs": 2}
 
 
@@ -30,7 +32,7 @@ def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 def part_of_slow(part: str, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """
-    Choose every n-th of the slow tests.
+    Choose every n-th of the slow tests but for combinations, which `make test-all` runs.
 
     Args:
         part: "k/n": begin with the k-th, or the one on which k falls when all take turns.
@@ -45,8 +47,9 @@ def part_of_slow(part: str, items: list[pytest.Item]) -> tuple[list[pytest.Item]
     turn, _, parts = part.partition("/")
     if not (turn.isdecimal() and parts.isdecimal() and int(parts) > 0):
         raise pytest.UsageError(f"--slow takes two numbers, as 3/8, not {part!r}")
-    every = [item for item in items if item.get_closest_marker("slow")]
-    left_out = {*every} - {*every[int(turn) % int(parts) :: int(parts)]}
+    slow_ones = [item for item in items if item.get_closest_marker("slow")]
+    every = [item for item in slow_ones if item.get_closest_marker("slow") != _COMBINATION]
+    left_out = {*slow_ones} - {*every[int(turn) % int(parts) :: int(parts)]}
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
 
 
@@ -64,7 +67,7 @@ def mark_all_but_default(items: Iterable[pytest.Item]) -> None:
             best = max(groups, key=lambda case: len(groups[case] & missing))
             missing -= groups.pop(best)
         for case in groups:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.slow("combination"))
 
 
 def _groups(case: Any) -> set[tuple[str, ...]]:

@@ -253,7 +253,7 @@ def test_a_model_that_another_process_loads_has_the_same_identity(tmp_path: Path
     model = new_llama()
     model.save_pretrained(tmp_path)
     run_program(
-        "from model_identity.models import *; "
+        f"import torch; torch.set_num_threads({torch.get_num_threads()}); from model_identity.models import *; "
         f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval(); "
         f"assert identity(model).digest.hex() == {identity(model).digest.hex()!r}"
     )
