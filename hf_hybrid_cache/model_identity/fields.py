@@ -118,7 +118,8 @@ def _switches() -> Iterator[tuple[str, str]]:
     """List what is set for the whole process and may change numbers: all that torch can be asked for, and ours."""
     yield from ((name, str(ask())) for name, ask in _questions())
     for place in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")):
-        yield f"float32 in {' '.join(place)}", str(torch._C._get_fp32_precision_getter(*place))
+        # Nothing is said until somebody has asked for full precision, which is what it means.
+        yield f"float32 in {' '.join(place)}", str(torch._C._get_fp32_precision_getter(*place)).replace("none", "ieee")
     asked = {name: ask for name, ask in vars(processor).items() if name.startswith(("has_", "uses_"))}
     yield "kernels", ", ".join(name for name, ask in asked.items() if not signature(ask).parameters and ask())
 

@@ -132,7 +132,7 @@ SWITCHES: list[tuple[Callable[[Any], object], Any, Any]] = [
 
 @pytest.mark.filterwarnings("ignore:Please use the new API")
 @pytest.mark.parametrize(("switch", "to", "back"), SWITCHES)
-def test_identity_when_a_switch_of_the_process_is_set_then_differs(switch: Callable, to: Any, back: Any):
+def test_a_switch_of_the_process_changes_an_identity_until_it_is_set_back(switch: Callable, to: Any, back: Any):
     model = new_llama()
     before = identity(model)
     try:
@@ -140,6 +140,7 @@ def test_identity_when_a_switch_of_the_process_is_set_then_differs(switch: Calla
         assert differing(identity(model), before)
     finally:
         switch(back)
+    assert identity(model) == before
 
 
 def test_identity_on_another_thread_or_without_gradients_is_the_same():
