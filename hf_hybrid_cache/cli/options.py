@@ -261,7 +261,7 @@ class Store:
             return
         if self.folder is None:
             raise UsageError("--store-max is the limit of a prefix store: name its folder with --store.")
-        from ..system.byte_sizes import parse_bytes
+        from ..scalars import parse_bytes
 
         try:
             parse_bytes(self.store_max)

@@ -7,8 +7,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from ..models.shapes import ALIASES, SHAPES
-from ..prefill_chunks import PREFILL_CHUNK_SIZE
-from ..system.byte_sizes import parse_bytes, parse_tokens
+from ..scalars import PREFILL_CHUNK_SIZE, parse_bytes, parse_tokens
 from .options import DTYPES, check_choice
 
 _T = TypeVar("_T")

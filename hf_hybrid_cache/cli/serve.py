@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ..system.byte_sizes import parse_bytes
+from ..scalars import parse_bytes
 from .console import UsageError, consoles, exit_codes, note, write
 from .options import AnswerOptions, Cache, Model, Quiet, Store, option, with_options
 

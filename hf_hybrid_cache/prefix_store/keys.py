@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from ..scalars import PREFILL_CHUNK_SIZE
 
 PASS_ENDS, _RANDOM = 2**31, 2**30
 MOST_TOKEN_IDS = _RANDOM

@@ -12,12 +12,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import HybridCache, contents_of
-from ..cache_argument import cache_argument
-from ..custom_generate import arguments_kept_back, loop_of
+from ..cache_argument import arguments_kept_back, cache_argument, loop_of
 from ..model_identity import RANK
 from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
-from ..system.byte_sizes import parse_bytes
+from ..scalars import parse_bytes
 from ..token_ids import TokenIds
 from .errors import NodeNotFoundError, PrefixStoreError
 from .node_files import Head

@@ -35,8 +35,7 @@ from hf_hybrid_cache import (
     prefill,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.prompt_reading import reading
-from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, seconds_left
+from hf_hybrid_cache.prompt_reading import PrefillProgress, reading, seconds_left
 
 from models.architectures import small_model
 from models.image_models import model_of_images
