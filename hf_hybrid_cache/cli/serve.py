@@ -16,7 +16,7 @@ import typer
 
 from ..scalars import parse_bytes
 from .console import UsageError, consoles, exit_codes, note, write
-from .options import AnswerOptions, Cache, Model, Quiet, Store, option, with_options
+from .options import AnswerOptions, Cache, Model, Quiet, Store, option, parsed, with_options
 
 SERVER = "Server"
 # Of what is free on its disk, the share of a store that goes with the server.
@@ -57,10 +57,7 @@ def serve(
         cache.require_ours("serve")
         if api_key == "":
             raise UsageError("--api-key is empty: give a key, or drop it.")
-        try:
-            memory_bytes = None if memory is None else parse_bytes(memory)
-        except ValueError as error:
-            raise UsageError(f"--memory: {error}") from error
+        memory_bytes = parsed("--memory", memory, parse_bytes)
         try:
             from ..serve.app import Server
         except ModuleNotFoundError as error:
