@@ -158,12 +158,12 @@ class Folder:
         root = identity_digest(identity)
         ends = end_digests(root, keys)
         *before, (end, last) = ends.items()
-        assert last == len(keys) > start
         with contextlib.ExitStack() as stack:
             with self._changing() as nodes:
                 stored = nodes.longest(root, ends)
                 if stored and stored[-1].end == end:
                     return stored[-1].name
+                assert last == len(keys) > start
                 # Another process may have added more than is kept here.
                 match = self._in_use(nodes, root, {digest: count for digest, count in before if count <= start})
                 match = stack.enter_context(match or Match())
