@@ -64,13 +64,12 @@ def serve(
             raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
         from ..prefix_store import PrefixStore
         from ..serve.engine import Engine
-        from .loading import compile_kernels, load_model
+        from .loading import load_model
 
         say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
         prompts = store.open()
         with socket.create_server((host, port), family=family) as listening:
-            loaded = load_model(model, notes)
-            compile_kernels(loaded.model, cache.name == "quantized", notes)
+            loaded = load_model(model, cache.name, notes)
             at, port = listening.getsockname()[:2]
             if api_key is None and not (at == "::1" or at.startswith("127.")):
                 say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")
