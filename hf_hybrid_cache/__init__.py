@@ -2,92 +2,60 @@
 
 from typing import TYPE_CHECKING
 
-from ._version import __version__
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .attention import StaleHandleError
-    from .cache import (
-        DynamicHybridCache,
-        HybridCache,
-        MemoryReport,
-        OffloadedHybridCache,
-        QuantizedHybridCache,
-        SameLogits,
-    )
-    from .chat import Answer, AnswerSettings, Chat
-    from .codecs import minmax, quanto
-    from .decode_phase import DecodeOnCPU
-    from .decode_step import FusedDecode, UnknownStepError, fuse_decode
-    from .errors import HybridCacheError
-    from .files import CacheFileError, saved_token_ids
-    from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
-    from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement
-    from .planning import cache_for_budget
-    from .prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError, Reuse, StoredPrompt
-    from .processes import LostProcessError, OutOfStepError
-    from .prompt_reading import prefill
-    from .storage import CacheStats, Decision, HostMemoryError, KVCodec
-    from .system.numa_nodes import NodeError, bind_to_node
-    from .weights import (
-        QuantizedWeightsConfig,
-        WeightsReport,
-        move_experts_to_host,
-        quantize_weights,
-    )
+    from ._version import __version__ as __version__
+    from .attention import StaleHandleError as StaleHandleError
+    from .cache import DynamicHybridCache as DynamicHybridCache
+    from .cache import HybridCache as HybridCache
+    from .cache import MemoryReport as MemoryReport
+    from .cache import OffloadedHybridCache as OffloadedHybridCache
+    from .cache import QuantizedHybridCache as QuantizedHybridCache
+    from .cache import SameLogits as SameLogits
+    from .chat import Answer as Answer
+    from .chat import AnswerSettings as AnswerSettings
+    from .chat import Chat as Chat
+    from .codecs import minmax as minmax
+    from .codecs import quanto as quanto
+    from .decode_phase import DecodeOnCPU as DecodeOnCPU
+    from .decode_step import FusedDecode as FusedDecode
+    from .decode_step import UnknownStepError as UnknownStepError
+    from .decode_step import fuse_decode as fuse_decode
+    from .errors import HybridCacheError as HybridCacheError
+    from .files import CacheFileError as CacheFileError
+    from .files import saved_token_ids as saved_token_ids
+    from .kernels import KernelsDisabledError as KernelsDisabledError
+    from .kernels import get_num_threads as get_num_threads
+    from .kernels import set_num_threads as set_num_threads
+    from .layers import DeviceMemoryError as DeviceMemoryError
+    from .layers import IncompleteCacheError as IncompleteCacheError
+    from .layers import NoCheckpointError as NoCheckpointError
+    from .layers import Placement as Placement
+    from .planning import cache_for_budget as cache_for_budget
+    from .prefix_store import PrefixStore as PrefixStore
+    from .prefix_store import PrefixStoreError as PrefixStoreError
+    from .prefix_store import PrefixStoreFolderError as PrefixStoreFolderError
+    from .prefix_store import Reuse as Reuse
+    from .prefix_store import StoredPrompt as StoredPrompt
+    from .processes import LostProcessError as LostProcessError
+    from .processes import OutOfStepError as OutOfStepError
+    from .prompt_reading import prefill as prefill
+    from .storage import CacheStats as CacheStats
+    from .storage import Decision as Decision
+    from .storage import HostMemoryError as HostMemoryError
+    from .storage import KVCodec as KVCodec
+    from .system.numa_nodes import NodeError as NodeError
+    from .system.numa_nodes import bind_to_node as bind_to_node
+    from .weights import QuantizedWeightsConfig as QuantizedWeightsConfig
+    from .weights import WeightsReport as WeightsReport
+    from .weights import move_experts_to_host as move_experts_to_host
+    from .weights import quantize_weights as quantize_weights
 
-__all__ = [
-    "Answer",
-    "AnswerSettings",
-    "CacheFileError",
-    "CacheStats",
-    "Chat",
-    "Decision",
-    "DecodeOnCPU",
-    "DeviceMemoryError",
-    "DynamicHybridCache",
-    "FusedDecode",
-    "HostMemoryError",
-    "HybridCache",
-    "HybridCacheError",
-    "IncompleteCacheError",
-    "KVCodec",
-    "KernelsDisabledError",
-    "LostProcessError",
-    "MemoryReport",
-    "NoCheckpointError",
-    "NodeError",
-    "OffloadedHybridCache",
-    "OutOfStepError",
-    "Placement",
-    "PrefixStore",
-    "PrefixStoreError",
-    "PrefixStoreFolderError",
-    "QuantizedHybridCache",
-    "QuantizedWeightsConfig",
-    "Reuse",
-    "SameLogits",
-    "StaleHandleError",
-    "StoredPrompt",
-    "UnknownStepError",
-    "WeightsReport",
-    "__version__",
-    "bind_to_node",
-    "cache_for_budget",
-    "fuse_decode",
-    "get_num_threads",
-    "minmax",
-    "move_experts_to_host",
-    "prefill",
-    "quantize_weights",
-    "quanto",
-    "saved_token_ids",
-    "set_num_threads",
-]
-
-__getattr__ = lazy_names(
+__getattr__, __all__ = lazy_names(
     __name__,
     {
+        "_version": ("__version__",),
         "attention": ("StaleHandleError",),
         "cache": (
             "DynamicHybridCache",
@@ -122,4 +90,4 @@ __getattr__ = lazy_names(
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return __all__

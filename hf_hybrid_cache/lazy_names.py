@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make the `__getattr__` (PEP 562) of `package`; `names` lists its names by module."""
+def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], list[str]]:
+    """Make the `__getattr__` (PEP 562) and `__all__` of `package`; `names` lists its names by module."""
     modules = {name: module for module, of_module in names.items() for name in of_module}
 
     def imported(name: str) -> Any:
@@ -14,4 +14,4 @@ def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[st
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{modules[name]}", package), name)
 
-    return imported
+    return imported, list(modules)

@@ -4,7 +4,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from hf_hybrid_cache.system.byte_sizes import parse_bytes
+from hf_hybrid_cache.scalars import parse_bytes
 
 
 def plain_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:

@@ -5,40 +5,31 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .chat import MOST_TOGETHER, Chat, OpenAnswerError, Turn
-    from .choosing import not_followed
-    from .generating import Answer, FinishReason, Generation, Generator
-    from .prompts import Asked, ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
-    from .settings import DEFAULT_BITS, AnswerSettings, SettingError
-    from .tracked_cache import CACHES, TrackedCache, cache_maker, can_answer_together, is_out_of_memory
+    from .chat import MOST_TOGETHER as MOST_TOGETHER
+    from .chat import Chat as Chat
+    from .chat import OpenAnswerError as OpenAnswerError
+    from .chat import Turn as Turn
+    from .choosing import not_followed as not_followed
+    from .generating import Answer as Answer
+    from .generating import FinishReason as FinishReason
+    from .generating import Generation as Generation
+    from .generating import Generator as Generator
+    from .prompts import Asked as Asked
+    from .prompts import ChatTemplate as ChatTemplate
+    from .prompts import DocumentPart as DocumentPart
+    from .prompts import DocumentPrompt as DocumentPrompt
+    from .prompts import PromptError as PromptError
+    from .prompts import context_length as context_length
+    from .settings import DEFAULT_BITS as DEFAULT_BITS
+    from .settings import AnswerSettings as AnswerSettings
+    from .settings import SettingError as SettingError
+    from .tracked_cache import CACHES as CACHES
+    from .tracked_cache import TrackedCache as TrackedCache
+    from .tracked_cache import cache_maker as cache_maker
+    from .tracked_cache import can_answer_together as can_answer_together
+    from .tracked_cache import is_out_of_memory as is_out_of_memory
 
-__all__ = [
-    "CACHES",
-    "DEFAULT_BITS",
-    "MOST_TOGETHER",
-    "Answer",
-    "AnswerSettings",
-    "Asked",
-    "Chat",
-    "ChatTemplate",
-    "DocumentPart",
-    "DocumentPrompt",
-    "FinishReason",
-    "Generation",
-    "Generator",
-    "OpenAnswerError",
-    "PromptError",
-    "SettingError",
-    "TrackedCache",
-    "Turn",
-    "cache_maker",
-    "can_answer_together",
-    "context_length",
-    "is_out_of_memory",
-    "not_followed",
-]
-
-__getattr__ = lazy_names(
+__getattr__, __all__ = lazy_names(
     __name__,
     {
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),

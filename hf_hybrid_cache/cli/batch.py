@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..documents import DocumentError, read_documents, require_documents
 from ..errors import HybridCacheError
-from .batch_files import Answers, Question, by_document, documents_digest, model_digest, read_questions
+from .batch_files import Answers, Question, by_document, documents_digest, read_questions
 from .batch_progress import BatchProgress
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts
 from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
@@ -80,29 +80,28 @@ def batch(
         most_together = _parsed_at_once(at_once)
         share, path = _parsed_shard(shard), _path_of_answers(out)
         asked = list(chain.from_iterable(by_document(read_questions(questions))[share]))
-        folder, kept_settings = questions.parent.absolute(), _kept_settings(prompt, cache, model, answer)
+        folder = questions.parent.absolute()
         if store.folder is not None:
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        answers = Answers(path, asked, kept_settings, folder, partial(note, notes))
+        answers = Answers(path, asked, _kept_settings(prompt, cache, model, answer), folder, partial(note, notes))
         with answers.alone():
-            digest = model_digest(model.name)
-            unanswered, num_changed, num_others = answers.settle(digest)
-            missing, groups = _without_missing(by_document(unanswered), folder)
-            loaded = None
+            left, loaded = answers.left(model.name), None
+            missing, groups = _without_missing(by_document(left.questions), folder)
             if groups:
                 from .loading import load_model
 
-                loaded = load_model(model, notes)
-                digest = model_digest(model.name)  # of what came from the Hub just now
-                unanswered, num_changed, num_others = answers.settle(digest)
-                missing, groups = _without_missing(by_document(unanswered), folder)
-            progress = BatchProgress(notes, len(asked), len(asked) - len(unanswered))
-            if num_others:
-                note(notes, f"answers to questions that are not asked any more: {num_others:,}; they stay in {out}")
-            if num_changed:
-                changed = f"{num_changed:,} of {len(asked):,} questions"
+                loaded = load_model(model, cache.name, notes)
+                left = answers.left(model.name)  # the model came from the Hub just now, or documents changed
+                missing, groups = _without_missing(by_document(left.questions), folder)
+            progress = BatchProgress(notes, len(asked), len(asked) - len(left.questions))
+            if left.num_others:
+                note(
+                    notes, f"answers to questions that are not asked any more: {left.num_others:,}; they stay in {out}"
+                )
+            if left.num_changed:
+                changed = f"{left.num_changed:,} of {len(asked):,} questions"
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
@@ -121,7 +120,7 @@ def batch(
             try:
                 with raising_interrupts(), closing(progress):
                     for question, fields in chain(missing, read):
-                        answers.add({**question.fields, **fields, "model_digest": digest, "settings": kept_settings})
+                        answers.add(question, fields)
                         failed += [(question, fields["error"])] if "error" in fields else []
                         progress.answered(is_error="error" in fields)
             except KeyboardInterrupt:
@@ -193,14 +192,12 @@ class _Reader:
         at_once: int | None,
     ):
         from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together
-        from .loading import compile_kernels
 
         self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
         self._folder, self._progress, self._notes = folder, progress, notes
         self._settings: AnswerSettings = of_chat["settings"]
         self._template = ChatTemplate(loaded.tokenizer, of_chat["system"])
         self._template.start()  # what is refused here no question could have
-        compile_kernels(loaded.model, of_chat["cache"] == "quantized", notes)
         self._at_once = at_once or MOST_TOGETHER
         if self._at_once > 1 and not can_answer_together(loaded.model):
             note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")

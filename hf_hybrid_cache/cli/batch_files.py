@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -106,6 +106,21 @@ def by_document(questions: Iterable[Question]) -> list[list[Question]]:
     return list(together.values())
 
 
+class Left(NamedTuple):
+    """
+    What is left to be answered.
+
+    Attributes:
+        questions: without an answer.
+        num_changed: so many of them have an answer of another model, or about other documents.
+        num_others: so many answers are to other questions, and stay.
+    """
+
+    questions: list[Question]
+    num_changed: int
+    num_others: int
+
+
 class Answers:
     """
     The answers to questions.
@@ -131,6 +146,7 @@ class Answers:
     ):
         self.path, self._settings, self._remark = path, settings, remark
         self._asked = {question.key: question for question in questions}
+        self._model_digest: str | None = None
         self._digest_of = cache(partial(documents_digest, folder=folder))
 
     @contextmanager
@@ -161,22 +177,18 @@ class Answers:
             finally:
                 self._tidy(self.path, without_errors=False)
 
-    def settle(self, model: str | None) -> tuple[list[Question], int, int]:
-        """
-        Find the questions that have no answer of the model with this digest about the documents as they are.
-
-        Returns:
-            These; how many of them have one of another model, or about other documents; and how many answers are to
-            other questions, and stay.
-        """
+    def left(self, model: str) -> Left:
+        """Find the questions that have no answer of the model as it is now about the documents as they are."""
+        self._model_digest = model_digest(model)
         given = {} if self.path is None else {key_of(answer): answer for answer in _read(self.path)}
-        changed = {key for key in given.keys() & self._asked.keys() if self._has_changed(given[key], model)}
+        changed = {key for key in given.keys() & self._asked.keys() if self._has_changed(given[key])}
         unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
-        return unanswered, len(changed), len(given.keys() - self._asked.keys())
+        return Left(unanswered, len(changed), len(given.keys() - self._asked.keys()))
 
-    def add(self, answer: Record) -> None:
-        """Write an answer, at the end of the file if there is one."""
-        line = json_line(answer)
+    def add(self, question: Question, fields: Mapping[str, Any]) -> None:
+        """Write the answer to a question, with these fields, at the end of the file if there is one."""
+        of_all = {"model_digest": self._model_digest, "settings": self._settings}
+        line = json_line({**question.fields, **fields, **of_all})
         if self.path is not None:
             self._append(line)
             return
@@ -194,10 +206,13 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
-    def _has_changed(self, answer: Record, model: str | None) -> bool:
+    def _has_changed(self, answer: Record) -> bool:
         """Whether an answer is known to be of another model or of other documents."""
         documents = self._asked[key_of(answer)].documents
-        pairs = ((answer.get("model_digest"), model), (answer.get("document_digest"), self._digest_of(documents)))
+        pairs = (
+            (answer.get("model_digest"), self._model_digest),
+            (answer.get("document_digest"), self._digest_of(documents)),
+        )
         return any(before != now for before, now in pairs if None not in (before, now))
 
     def _tidy(self, path: Path, without_errors: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..durations import duration_text
+from ..scalars import duration_text
 from .console import note, without_controls
 
 

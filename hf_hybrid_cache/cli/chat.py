@@ -75,11 +75,10 @@ def chat(
 
         from ..chat import Chat
         from .chat_commands import ChatCommands
-        from .loading import compile_kernels, load_model
+        from .loading import load_model
 
         prefix_store = store.open()
-        loaded = load_model(model, notes)
-        compile_kernels(loaded.model, cache.name == "quantized", notes)
+        loaded = load_model(model, cache.name, notes)
         options: dict[str, Any] = {**cache.arguments, "settings": answer.settings(), "remark": say}
         if stored is not None:
             assert prefix_store is not None

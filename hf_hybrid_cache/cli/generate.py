@@ -91,12 +91,10 @@ def generate(
             _say_what_is_stored_otherwise(StoredPrompts(store.folder), task.documents, form, notes)
         # What follows imports torch.
         prefix_store = store.open()
-        from .loading import compile_kernels, load_model
+        from .loading import load_model
 
-        loaded = load_model(model, notes)
+        loaded = load_model(model, "quantized" if compare else cache.name, notes)
         note(notes, f"model: {dtype_text(loaded.model)} on {loaded.model.device}")
-        if compare or cache.name != "stock":
-            compile_kernels(loaded.model, compare or cache.name == "quantized", notes)
         if compare:
             from .compare import compare_caches
 

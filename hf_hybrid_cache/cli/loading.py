@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ..attention import compile_kernels as compile_and_wait
+from ..attention import compile_kernels
 from ..chat import not_followed
 from ..decode_step import UnknownStepError, fuse_decode
 from ..models import load
@@ -46,9 +46,9 @@ class LoadedModel:
     weights_text: str | None
 
 
-def load_model(options: "Model", notes: Console) -> LoadedModel:
+def load_model(options: "Model", cache: str, notes: Console) -> LoadedModel:
     """
-    Load a model and its tokenizer as the options say.
+    Load a model and its tokenizer as the options say, and compile the kernels that the cache of this name needs.
 
     Raises:
         UsageError: the machine lacks the device, or the model or the device cannot have such weights.
@@ -100,6 +100,8 @@ def load_model(options: "Model", notes: Console) -> LoadedModel:
         named = ", ".join(f"{name} {value}" for name, value in left_out.items())
         note(notes, f"answers do not follow what the model's generation config says of {named}")
     assert tokenizer is not None
+    if cache != "stock":
+        _compile_kernels(model, cache == "quantized", notes)
     if report is None:
         return LoadedModel(model, tokenizer, None)
     size, what = report.quantized_bytes + report.other_bytes, "" if options.experts is None else ", experts"
@@ -123,15 +125,8 @@ def quantize_loaded(model: PreTrainedModel, bits: int, notes: Console) -> Weight
     return report
 
 
-def compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console) -> None:
-    """
-    Compile the kernels of a model on the CPU, so that no answer's time includes it, and let its decode steps use them.
-
-    Args:
-        model: names the type of states.
-        is_quantized: whether the cache will be quantized.
-        notes: receives a remark if it takes longer than reading from disk.
-    """
+def _compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console) -> None:
+    """Compile kernels, so that no answer's time includes it, and let decode steps on the CPU use them."""
     if model.device.type != "cpu":
         return
     start = time.perf_counter()
@@ -141,7 +136,7 @@ def compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console) 
         has_waited.append(True)
         note(notes, "compiling kernels, once on this machine")
 
-    compile_and_wait(model.dtype, is_quantized, on_wait)
+    compile_kernels(model.dtype, is_quantized, on_wait)
     with contextlib.suppress(UnknownStepError):
         fuse_decode(model)
     if has_waited:

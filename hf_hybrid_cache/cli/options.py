@@ -10,23 +10,23 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from ..chat.settings import DEFAULT_BITS
+from ..scalars import parse_bytes
 from .console import UsageError, fail
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings
     from ..prefix_store import PrefixStore
 
+_T = TypeVar("_T")
 # The groups of options in a help text.
 DOCUMENT, ANSWER, CACHE, MODEL = "Document", "Answer", "Cache", "Model"
-CACHES = ("stock", "dynamic", "offloaded", "quantized")
-BITS = (8, 4, 2)
-WEIGHT_BITS = (8, 4)
-DTYPES = ("float32", "bfloat16", "float16")
+WeightBits = Literal[8, 4]
+DType = Literal["float32", "bfloat16", "float16"]
 DEFAULT_MODEL = "smollm2-135m"
 # Tokens of an answer at most; with --compare, of the answer of each cache.
 NEW_TOKENS, COMPARED_TOKENS = 256, 64
@@ -47,7 +47,6 @@ DocumentOption = Annotated[
         metavar="FILE|FOLDER|-",
     ),
 ]
-DTypeOption = Annotated[str | None, option(MODEL, f"One of {', '.join(DTYPES)}. Default: the checkpoint's.")]
 AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
 Quiet = Annotated[bool, option(ANSWER, "No remarks, and no progress.", "--quiet")]
 
@@ -81,11 +80,12 @@ def check_exclusions(given: Collection[str]) -> None:
             raise UsageError(way_out)
 
 
-def check_choice(option: str, value: object, choices: Collection[object]) -> None:
-    """Raise `UsageError` if the value of an option was given and is not one of the choices."""
-    if value is not None and value not in choices:
-        shown = repr(value) if isinstance(value, str) else value
-        raise UsageError(f"{option} {shown} is not one of {', '.join(map(str, choices))}.")
+def parsed(option: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
+    """The value that an option names, `None` without it; raises `UsageError` where `parse` raises `ValueError`."""
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def given_text(option: str, text: str) -> str:
@@ -123,20 +123,19 @@ class Prompt:
 class Cache:
     """The cache that answers; raises `UsageError` for a value that there is not, or that the cache would ignore."""
 
-    cache: Annotated[str | None, option(CACHE, f"One of {', '.join(CACHES)}. Default: dynamic.")] = None
+    cache: Annotated[
+        Literal["stock", "dynamic", "offloaded", "quantized"] | None, option(CACHE, "Default: dynamic.")
+    ] = None
     bits: Annotated[
-        int | None,
-        option(CACHE, f"Bits of keys and values, 8, 4 or 2: a quantized cache. Its default: {DEFAULT_BITS}."),
+        Literal[8, 4, 2] | None,
+        option(CACHE, f"Bits of keys and values: a quantized cache. Its default: {DEFAULT_BITS}."),
     ] = None
     cpu_decode: Annotated[
-        str | None,
-        option(CACHE, "yes, no: the CPU attends to tokens in host memory. Default: yes for a model on the CPU."),
+        Literal["yes", "no"] | None,
+        option(CACHE, "The CPU attends to tokens in host memory. Default: yes for a model on the CPU."),
     ] = None
 
     def __post_init__(self) -> None:
-        check_choice("--cache", self.cache, CACHES)
-        check_choice("--bits", self.bits, BITS)
-        check_choice("--cpu-decode", self.cpu_decode, ("yes", "no"))
         if self.bits is not None and self.name != "quantized":
             raise UsageError(f"--bits is for --cache quantized, and the cache is {self.name}: drop one of them.")
         if self.cpu_decode is not None and self.name == "stock":
@@ -144,7 +143,7 @@ class Cache:
 
     @property
     def name(self) -> str:
-        """One of `CACHES`; `--bits` alone means "quantized", and neither option "dynamic"."""
+        """Name of the cache; `--bits` alone means "quantized", and neither option "dynamic"."""
         return self.cache or ("dynamic" if self.bits is None else "quantized")
 
     @property
@@ -161,36 +160,32 @@ class Cache:
     def require_ours(self, what: str) -> None:
         """Raise `UsageError` if the cache is transformers' own, where an option or a command needs one of ours."""
         if self.name == "stock":
-            raise UsageError(f"--cache stock is transformers' own, and {what} needs one of {', '.join(CACHES[1:])}.")
+            raise UsageError(f"--cache stock is transformers' own, and {what} needs one of ours: drop --cache.")
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model that answers, and how it holds its weights; raises `UsageError` for a value that there is not."""
+    """The model that answers, and how it holds its weights."""
 
     model: Annotated[
         str, option(MODEL, f"{DEFAULT_MODEL}, a model of the Hugging Face Hub, a folder, or a GGUF file.")
     ] = DEFAULT_MODEL
     weights: Annotated[
-        int | None, option(MODEL, "Bits of each weight, 8 or 4, for a model on the CPU. Default: as they are.")
+        WeightBits | None, option(MODEL, "Bits of each weight, for a model on the CPU. Default: as they are.")
     ] = None
     experts: Annotated[
-        str | None,
-        option(MODEL, "host: a mixture of experts keeps them in host memory. Default: where the model is."),
+        Literal["host"] | None,
+        option(MODEL, "A mixture of experts keeps them in host memory. Default: where the model is."),
     ] = None
     expert_bits: Annotated[
-        int | None, option(MODEL, "Bits of each weight of experts in host memory, 8 or 4. Default: as they are.")
+        WeightBits | None, option(MODEL, "Bits of each weight of experts in host memory. Default: as they are.")
     ] = None
-    dtype: DTypeOption = None
+    dtype: Annotated[DType | None, option(MODEL, "Of weights and states. Default: the checkpoint's.")] = None
     device: Annotated[
         str | None, option(MODEL, "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one.")
     ] = None
 
     def __post_init__(self) -> None:
-        check_choice("--weights", self.weights, WEIGHT_BITS)
-        check_choice("--experts", self.experts, ("host",))
-        check_choice("--expert-bits", self.expert_bits, WEIGHT_BITS)
-        check_choice("--dtype", self.dtype, DTYPES)
         if self.expert_bits is not None and self.experts is None:
             raise UsageError(f"--expert-bits {self.expert_bits} is for experts in host memory: add --experts host.")
 
@@ -261,12 +256,7 @@ class Store:
             return
         if self.folder is None:
             raise UsageError("--store-max is the limit of a prefix store: name its folder with --store.")
-        from ..system.byte_sizes import parse_bytes
-
-        try:
-            parse_bytes(self.store_max)
-        except ValueError as error:
-            raise UsageError(f"--store-max: {error}") from error
+        parsed("--store-max", self.store_max, parse_bytes)
 
     def open(self) -> "PrefixStore | None":
         """Open the store, whose folder is made if there is none; `None` without the option."""

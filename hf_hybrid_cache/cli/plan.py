@@ -1,25 +1,21 @@
 """`hf-hybrid-cache plan`: which cache suits a model and a machine, before anything is loaded."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from ..models.shapes import ALIASES, SHAPES
-from ..prefill_chunks import PREFILL_CHUNK_SIZE
-from ..system.byte_sizes import parse_bytes, parse_tokens
-from .options import DTYPES, check_choice
+from ..scalars import PREFILL_CHUNK_SIZE, parse_bytes, parse_tokens
+from .console import UsageError, consoles, exit_codes, json_line, note
+from .options import DType, parsed
 
-_T = TypeVar("_T")
 # Tokens that a laptop reads in minutes.
 DEFAULT_CONTEXT = 8192
 
 
 def _print_models(context: typer.Context, wanted: bool) -> None:
     if wanted:
-        from .console import json_line
-
         names = [*ALIASES, *SHAPES]
         typer.echo(json_line(names).rstrip() if context.params.get("as_json") else "\n".join(names))
         raise typer.Exit
@@ -47,7 +43,7 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory, such as 32GiB. Default: what is free here.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the checkpoint's.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of weights and states. Default: the checkpoint's.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     continuations: Annotated[
         int,
@@ -84,19 +80,13 @@ def plan(
 
     Nothing is loaded. The plans go to stdout, remarks to stderr.
     """
-    from rich.console import Console
-
-    from .console import UsageError, exit_codes, note
-
-    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out, notes = consoles()
     with exit_codes(notes):
-        tokens = _parsed("--context", context, parse_tokens)
+        tokens = parsed("--context", context, parse_tokens)
         memory = (
-            _parsed("--gpu-memory", gpu_memory, _parse_memory),
-            _parsed("--host-memory", host_memory, _parse_memory),
+            parsed("--gpu-memory", gpu_memory, _parse_memory),
+            parsed("--host-memory", host_memory, _parse_memory),
         )
-        if dtype is not None:
-            check_choice("--dtype", dtype, DTYPES)
         if continuations > 1 and batch_size > 1:
             raise UsageError(
                 f"--continuations {continuations} continue one prompt, and --batch-size {batch_size} are as many "
@@ -123,16 +113,6 @@ def plan(
             report.print(out)
         if not report.chosen:
             raise typer.Exit(1)
-
-
-def _parsed(option: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
-    """The value that an option names; `None` without it."""
-    from .console import UsageError
-
-    try:
-        return None if text is None else parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
 
 
 def _parse_memory(size: str) -> int:

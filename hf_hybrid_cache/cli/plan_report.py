@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..durations import duration_text
 from ..planning import Machine, Measured, Plan
 from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
 from ..planning.plans import recommendations, why_nothing_fits
+from ..scalars import duration_text
 from .console import json_line, without_controls
 
 _LEGEND = {

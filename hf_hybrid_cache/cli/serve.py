@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from ..system.byte_sizes import parse_bytes
+from ..scalars import parse_bytes
 from .console import UsageError, consoles, exit_codes, note, write
-from .options import AnswerOptions, Cache, Model, Quiet, Store, option, with_options
+from .options import AnswerOptions, Cache, Model, Quiet, Store, option, parsed, with_options
 
 SERVER = "Server"
 # Of what is free on its disk, the share of a store that goes with the server.
@@ -57,23 +57,19 @@ def serve(
         cache.require_ours("serve")
         if api_key == "":
             raise UsageError("--api-key is empty: give a key, or drop it.")
-        try:
-            memory_bytes = None if memory is None else parse_bytes(memory)
-        except ValueError as error:
-            raise UsageError(f"--memory: {error}") from error
+        memory_bytes = parsed("--memory", memory, parse_bytes)
         try:
             from ..serve.app import Server
         except ModuleNotFoundError as error:
             raise UsageError(f'{error.name} is missing: pip install "hf_hybrid_cache[serve]".') from error
         from ..prefix_store import PrefixStore
         from ..serve.engine import Engine
-        from .loading import compile_kernels, load_model
+        from .loading import load_model
 
         say, family = partial(note, notes), socket.AF_INET6 if ":" in host else socket.AF_INET
         prompts = store.open()
         with socket.create_server((host, port), family=family) as listening:
-            loaded = load_model(model, notes)
-            compile_kernels(loaded.model, cache.name == "quantized", notes)
+            loaded = load_model(model, cache.name, notes)
             at, port = listening.getsockname()[:2]
             if api_key is None and not (at == "::1" or at.startswith("127.")):
                 say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")

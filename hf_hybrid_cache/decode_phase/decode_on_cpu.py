@@ -13,8 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache import HybridCache
-from ..cache_argument import CACHE_ARGUMENT, passed_cache, require_use_cache
-from ..custom_generate import arguments_kept_back, loop_of
+from ..cache_argument import CACHE_ARGUMENT, arguments_kept_back, loop_of, passed_cache, require_use_cache
 from ..decode_step import fuse_where_known, is_fused
 from ..scalars import checked_bool
 from ..weights import Width, use_chosen_experts_if_any

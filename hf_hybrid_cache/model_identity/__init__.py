@@ -3,15 +3,21 @@
 from typing import TYPE_CHECKING
 
 from ..lazy_names import lazy_names
-from .identity import RANK, Identity, ModelIdentityError
 
 if TYPE_CHECKING:
-    from .fields import identity_of
-    from .modules import longest_text
-    from .weights import digest_of_tensors
+    from .fields import identity_of as identity_of
+    from .identity import RANK as RANK
+    from .identity import Identity as Identity
+    from .identity import ModelIdentityError as ModelIdentityError
+    from .modules import longest_text as longest_text
+    from .weights import digest_of_tensors as digest_of_tensors
 
-__all__ = ["RANK", "Identity", "ModelIdentityError", "digest_of_tensors", "identity_of", "longest_text"]
-
-__getattr__ = lazy_names(
-    __name__, {"fields": ("identity_of",), "modules": ("longest_text",), "weights": ("digest_of_tensors",)}
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "identity": ("RANK", "Identity", "ModelIdentityError"),
+        "fields": ("identity_of",),
+        "modules": ("longest_text",),
+        "weights": ("digest_of_tensors",),
+    },
 )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .loading import ModelLoadError, load, load_config
+    from .loading import ModelLoadError as ModelLoadError
+    from .loading import load as load
+    from .loading import load_config as load_config
 
-__all__ = ["ModelLoadError", "load", "load_config"]
-
-__getattr__ = lazy_names(__name__, {"loading": ("ModelLoadError", "load", "load_config")})
+__getattr__, __all__ = lazy_names(__name__, {"loading": ("ModelLoadError", "load", "load_config")})

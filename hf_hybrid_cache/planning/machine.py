@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from ..scalars import PREFILL_CHUNK_SIZE
 from ..storage import available_host_bytes
 
 

@@ -12,7 +12,7 @@ from ..cache import HybridCache
 from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
-from ..system.byte_sizes import parse_bytes, parse_tokens
+from ..scalars import parse_bytes, parse_tokens
 from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
 from .machine import Machine, this_machine
 from .measuring import Measured, measure

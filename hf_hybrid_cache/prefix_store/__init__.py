@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .errors import PrefixStoreError, PrefixStoreFolderError
-    from .prefix_store import PrefixStore
-    from .reuse import Reuse
-    from .stored_prompts import StoredPrompt, StoredPrompts
+    from .errors import PrefixStoreError as PrefixStoreError
+    from .errors import PrefixStoreFolderError as PrefixStoreFolderError
+    from .prefix_store import PrefixStore as PrefixStore
+    from .reuse import Reuse as Reuse
+    from .stored_prompts import StoredPrompt as StoredPrompt
+    from .stored_prompts import StoredPrompts as StoredPrompts
 
-__all__ = ["PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt", "StoredPrompts"]
-
-__getattr__ = lazy_names(
+__getattr__, __all__ = lazy_names(
     __name__,
     {
         "errors": ("PrefixStoreError", "PrefixStoreFolderError"),

@@ -21,7 +21,7 @@ import numpy as np
 from ..files.tensor_file import CacheFileError, Section
 from ..system.durable_files import sync_folder
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
-from .keys import KEY_BYTES, as_bytes, as_keys, end_digests, identity_digest, num_common
+from .keys import end_digests, identity_digest, num_common
 from .node_files import VERSION, Head, Node, Nodes, begin, require_damage
 from .private_files import is_own, locked, reported
 
@@ -121,15 +121,21 @@ class Folder:
     def find(self, identity: bytes, keys: np.ndarray) -> Match:
         """Find the longest stored beginning of a prompt, `[tokens]`; it is in use until the match is closed."""
         root = identity_digest(identity)
-        return self._find(root, end_digests(root, as_bytes(keys)))
+        ends = end_digests(root, keys)
+        with reported(self.path, "cannot be read"):
+            # What is gone by now, the next search does not find.
+            while (match := self._in_use(self._nodes(), root, ends)) is None:
+                pass
+        for node in match.nodes:
+            node.note_use()
+        return match
 
     def nearest(self, identity: bytes, keys: np.ndarray, match: Match) -> np.ndarray:
         """Return the keys of the node, of those used last after a match, with most of a prompt's next, `[tokens]`."""
         last = match.nodes[-1].end if match.nodes else identity_digest(identity)
         beside = sorted(self._nodes().that_start(last), key=lambda node: node.last_use)[-_MOST_COMPARED:]
-        following = as_bytes(keys[match.num_tokens :])
-        heads = (head for node in beside if (head := node.head()) is not None)
-        return as_keys(max((head.keys for head in heads), key=lambda each: num_common(each, following), default=b""))
+        following, heads = keys[match.num_tokens :], filter(None, (node.head() for node in beside))
+        return max((head.keys for head in heads), key=lambda each: num_common(each, following), default=keys[:0])
 
     def add(
         self,
@@ -149,21 +155,40 @@ class Folder:
         What does not fit the limits (`PrefixStoreFullError`), or cannot be written (`PrefixStoreFolderError`), leaves
         the store as it was, but for what made room.
         """
-        root, data = identity_digest(identity), as_bytes(keys)
-        ends = end_digests(root, data)
-        with self._find(root, ends) as match:
-            if match.num_tokens == len(keys):
-                return match.nodes[-1].name
-        # Another process may have added more than is kept here.
-        with self._find(root, {digest: end for digest, end in ends.items() if end <= start}) as match:
-            if match.num_tokens != start:
-                raise NodeNotFoundError(
-                    f"{self.path} has {match.num_tokens:,} tokens of the prompt; new ones cannot begin after {start:,}."
-                )
-            end, last = list(ends.items())[-1]
-            assert last == len(keys) > start
-            node = Node(self._folder, end, match.nodes[-1].end if match.nodes else root)
-            return self._write(node, Head(root, data[start * KEY_BYTES :], description, states), sections)
+        root = identity_digest(identity)
+        ends = end_digests(root, keys)
+        *before, (end, last) = ends.items()
+        with contextlib.ExitStack() as stack:
+            with self._changing() as nodes:
+                stored = nodes.longest(root, ends)
+                if stored and stored[-1].end == end:
+                    return stored[-1].name
+                assert last == len(keys) > start
+                # Another process may have added more than is kept here.
+                match = self._in_use(nodes, root, {digest: count for digest, count in before if count <= start})
+                match = stack.enter_context(match or Match())
+                if match.num_tokens != start:
+                    raise NodeNotFoundError(
+                        f"{self.path} has {match.num_tokens:,} tokens of the prompt; new ones cannot begin after "
+                        f"{start:,}."
+                    )
+                node = Node(self._folder, end, match.nodes[-1].end if match.nodes else root)
+                new = node.new_file(Head(root, keys[start:], description, states), sections)
+                self._make_room(nodes, new.num_bytes)
+                unfinished, file = begin(self._folder, new.num_bytes)
+                stack.callback(_remove_if_there, unfinished)
+                stack.enter_context(file)
+            with reported(self.path, "cannot be written"):
+                new.write(file)
+                os.fsync(file.fileno())
+            with self._changing() as nodes:
+                if start and not nodes.that_end(node.start):
+                    raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
+                if nodes.named(node.name) is None:  # another one may have written it meanwhile
+                    file.close()  # Windows renames no open file
+                    os.replace(unfinished, node.path)
+                    sync_folder(self._folder)
+            return node.name
 
     def entries(self) -> list[Entry]:
         """List the prompts that no other one continues, the one used last first."""
@@ -229,40 +254,12 @@ class Folder:
             warnings.warn(f"{reason} It was removed from the store.", stacklevel=2)
         return reason is not None
 
-    def _find(self, root: str, ends: Mapping[str, int]) -> Match:
-        with reported(self.path, "cannot be read"):
-            while way := self._nodes().longest(root, ends):
-                if (pin := way[-1].pin(self._lock_seconds)) is not None:
-                    for node in way:
-                        node.note_use()
-                    return Match(way, ends[way[-1].end], pin)
-                # What is gone by now, the next search does not find.
+    def _in_use(self, nodes: Nodes, root: str, ends: Mapping[str, int]) -> Match | None:
+        """Return the longest beginning of a prompt with these ends, which is in use now; `None` if it is gone."""
+        if not (way := nodes.longest(root, ends)):
             return Match()
-
-    def _write(self, node: Node, head: Head, sections: Sequence[Section]) -> str:
-        """Write a node and publish it; return its name."""
-        file_to_write = node.new_file(head, sections)
-        with self._changing() as nodes:
-            self._make_room(nodes, file_to_write.num_bytes)
-            unfinished, file = begin(self._folder, file_to_write.num_bytes)
-        try:
-            with file:
-                with reported(self.path, "cannot be written"):
-                    file_to_write.write(file)
-                    os.fsync(file.fileno())
-                with self._changing() as nodes:
-                    if node.start != head.identity and not nodes.that_end(node.start):
-                        raise NodeNotFoundError(
-                            f"{self.path} has lost the tokens before the prompt that was being kept."
-                        )
-                    if nodes.named(node.name) is None:  # another one may have written it meanwhile
-                        file.close()  # Windows renames no open file
-                        os.replace(unfinished, node.path)
-                        sync_folder(self._folder)
-        finally:
-            with contextlib.suppress(OSError):  # whoever comes next removes it
-                unfinished.unlink(missing_ok=True)
-        return node.name
+        pin = way[-1].pin(self._lock_seconds)
+        return None if pin is None else Match(way, ends[way[-1].end], pin)
 
     def _make_room(self, nodes: Nodes, num_bytes: int) -> None:
         """Remove nodes until so many bytes fit; raise `PrefixStoreFullError` if that is not enough."""
@@ -349,6 +346,11 @@ class Folder:
         return None
 
 
+def _remove_if_there(unfinished: Path) -> None:
+    with contextlib.suppress(OSError):  # whoever comes next removes it
+        unfinished.unlink(missing_ok=True)
+
+
 def _in_order_of_removal(nodes: Nodes) -> Iterator[Node]:
     """Yield the nodes that may go, the one used longest ago first of those that no other continues any more."""
     num_left = {node.end: len(nodes.that_start(node.end)) for node in nodes}
@@ -368,4 +370,4 @@ def _in_order_of_removal(nodes: Nodes) -> Iterator[Node]:
 
 def _keys_of(way: Sequence[tuple[Node, Head]]) -> np.ndarray:
     """Return the keys of nodes that follow each other, `[tokens]`."""
-    return as_keys(b"".join(head.keys for _, head in way))
+    return np.concatenate([head.keys for _, head in way])

@@ -3,7 +3,7 @@ The keys by which states are found: equal keys of all tokens before mean equal b
 
 Of a token that the store has read the key is its id, with a mark where a forward pass ended. Of any other one, such as
 a token of an answer, it is a random number, which only this conversation has: what its states depend on is not known.
-Token ids are smaller than the marks, which are added by a bitwise or. As bytes a key has four, the highest first.
+Token ids are smaller than the marks, which are added by a bitwise or.
 
 Forward passes end where a prompt alone says, so that it has the same states whatever of it is stored already: a product
 of matrices may give a token other bits among more tokens, and attention to codes reads those of the end of its pass.
@@ -16,11 +16,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from ..scalars import PREFILL_CHUNK_SIZE
 
 PASS_ENDS, _RANDOM = 2**31, 2**30
 MOST_TOKEN_IDS = _RANDOM
-KEY_BYTES = 4
 # Beyond any context, and a header of safetensors, of 100 MB, has the keys of as many.
 MOST_TOKENS = 2**24
 # Tokens of the passes after the last whole chunk.
@@ -46,7 +45,7 @@ def token_ids_of(keys: np.ndarray) -> np.ndarray:
 
 
 def as_bytes(keys: np.ndarray) -> bytes:
-    """Return keys, `[tokens]`, as bytes."""
+    """Return keys, `[tokens]`, as bytes, four each, the highest first."""
     assert keys.ndim == 1
     assert len(keys) <= MOST_TOKENS
     return keys.astype(">u4").tobytes()
@@ -57,13 +56,11 @@ def as_keys(data: bytes) -> np.ndarray:
     return np.frombuffer(data, ">u4").astype(np.uint32)
 
 
-def num_common(keys: bytes, others: bytes) -> int:
-    """Return with how many equal keys, as bytes, both begin."""
-    length = min(len(keys), len(others))
-    if keys[:length] == others[:length]:
-        return length // KEY_BYTES
-    one, other = (np.frombuffer(each, ">u4", length // KEY_BYTES) for each in (keys, others))
-    return int((one != other).argmax())
+def num_common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return with how many equal numbers both begin, `[tokens]`."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
 
 
 def identity_digest(identity: bytes) -> str:
@@ -71,7 +68,7 @@ def identity_digest(identity: bytes) -> str:
     return blake2b(identity, digest_size=16, person=b"identity").hexdigest()
 
 
-def end_digests(prefix: str, keys: bytes) -> dict[str, int]:
+def end_digests(prefix: str, keys: np.ndarray) -> dict[str, int]:
     """
     Return how many tokens come before each place where a node may end, by the digest of all that is before it.
 
@@ -79,9 +76,8 @@ def end_digests(prefix: str, keys: bytes) -> dict[str, int]:
     `prefix`, and the keys between them, so that equal digests mean an equal identity and equal keys from the first on.
     """
     digests, start = dict[str, int](), 0
-    for end in (np.flatnonzero(as_keys(keys) & (PASS_ENDS | _RANDOM)) + 1).tolist():
-        data = bytes.fromhex(prefix) + keys[start * KEY_BYTES : end * KEY_BYTES]
-        prefix = blake2b(data, digest_size=16).hexdigest()
+    for end in (np.flatnonzero(keys & (PASS_ENDS | _RANDOM)) + 1).tolist():
+        prefix = blake2b(bytes.fromhex(prefix) + as_bytes(keys[start:end]), digest_size=16).hexdigest()
         digests[prefix] = start = end
     return digests
 

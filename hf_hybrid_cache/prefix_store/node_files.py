@@ -18,9 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
+
 from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile
 from .errors import PrefixStoreFolderError
-from .keys import KEY_BYTES, end_digests
+from .keys import as_bytes, as_keys, end_digests
 from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 # Of the folder and its files: raise it when they mean something else.
@@ -40,13 +42,13 @@ class Head(NamedTuple):
 
     Attributes:
         identity: digest of what is before the first token; that of the start if the node begins with it.
-        keys: of its run, as bytes.
+        keys: of its run, `[tokens]`.
         description: for lists.
         states: the description of its tensors.
     """
 
     identity: str
-    keys: bytes
+    keys: np.ndarray
     description: str
     states: str
 
@@ -76,7 +78,7 @@ class Node(NamedTuple):
     def new_file(self, head: Head, sections: Sequence[Section]) -> NewFile:
         """Return the file, whose states are in sections, to be written."""
         metadata = {"format": _FORMAT, "format_version": str(VERSION), "node": self.name} | head._asdict()
-        return NewFile(metadata | {"keys": b64encode(head.keys).decode()}, sections, _ALIGNMENT)
+        return NewFile(metadata | {"keys": b64encode(as_bytes(head.keys)).decode()}, sections, _ALIGNMENT)
 
     @property
     def num_bytes(self) -> int:
@@ -122,9 +124,9 @@ class Node(NamedTuple):
     def _head(self, metadata: Mapping[str, str]) -> Head:
         if (metadata["format"], metadata["format_version"]) != (_FORMAT, str(VERSION)):
             raise ValueError(f"it is none of version {VERSION}")
-        keys = b64decode(metadata["keys"], validate=True)
+        keys = as_keys(b64decode(metadata["keys"], validate=True))
         # Another model's node of the same tokens would have these keys, too.
-        if metadata["node"] != self.name or end_digests(self.start, keys).get(self.end) != len(keys) / KEY_BYTES:
+        if metadata["node"] != self.name or end_digests(self.start, keys).get(self.end) != len(keys):
             raise ValueError("it is another one")
         return Head(metadata["identity"], keys, metadata["description"], metadata["states"])
 

@@ -12,12 +12,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import HybridCache, contents_of
-from ..cache_argument import cache_argument
-from ..custom_generate import arguments_kept_back, loop_of
+from ..cache_argument import arguments_kept_back, cache_argument, loop_of
 from ..model_identity import RANK
 from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
-from ..system.byte_sizes import parse_bytes
+from ..scalars import parse_bytes
 from ..token_ids import TokenIds
 from .errors import NodeNotFoundError, PrefixStoreError
 from .node_files import Head
@@ -155,6 +154,7 @@ class PrefixStore(StoredPrompts):
         title: str = "",
         details: Mapping[str, Any] | None = None,
         progress: bool | Callable[[int], None] = True,
+        at_least: int = 0,
     ) -> Reuse:
         """
         Fill an empty cache with all but the last token of a prompt, which `generate` computes.
@@ -174,6 +174,7 @@ class PrefixStore(StoredPrompts):
             details: of the prompt, for who lists them: names and values of JSON.
             progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
                 tokens that came from the store, and then with that of each pass.
+            at_least: nothing is read, and the cache stays empty, if fewer tokens are stored.
 
         Returns:
             what came from the store.
@@ -194,7 +195,9 @@ class PrefixStore(StoredPrompts):
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
         forget_images(model)
-        match, states, reuse = take_over(self._folder, prompt, agreement)
+        match, states, reuse = take_over(self._folder, prompt, agreement, at_least)
+        if reuse.num_tokens < at_least:
+            return reuse
         keeper = Keeper(self._folder, prompt, match.num_tokens, states)
         with match:
             if callable(progress):
@@ -300,12 +303,6 @@ class PrefixStore(StoredPrompts):
             self._folder.remove_damaged(name)
         return list(damages.values())
 
-    def num_stored(
-        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, *, document_tokens: int = 0
-    ) -> int:
-        """Return how many tokens of a prompt `prefill` would take from the store; arguments and errors are its own."""
-        return self._found(model, input_ids, cache, document_tokens)[1].num_tokens
-
     def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
         """
         Tell what of a prompt is stored, and what keeps the nearest other states from being used.
@@ -319,17 +316,10 @@ class PrefixStore(StoredPrompts):
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
             PrefixStoreFolderError: the folder cannot be read.
         """
-        prompt, reuse = self._found(model, input_ids, cache)
-        return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, reuse.num_tokens)])
-
-    def _found(
-        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int = 0
-    ) -> tuple[Prompt, Reuse]:
-        """Return a prompt, and the report of what is stored of it."""
-        prompt = Prompt.to_read(model, input_ids, cache, self._identity, document_tokens)
+        prompt = Prompt.to_read(model, input_ids, cache, self._identity)
         match, reuse = find(self._folder, prompt)
         match.close()
-        return prompt, reuse
+        return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, reuse.num_tokens)])
 
     def _wanted(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""

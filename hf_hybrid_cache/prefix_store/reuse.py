@@ -15,7 +15,7 @@ from ..processes import Agreement
 from ..storage import GRANULE
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
 from .folder import Folder, Match
-from .keys import as_bytes, end_digests, identity_digest, num_common, num_read_tokens, token_ids_of
+from .keys import end_digests, identity_digest, num_common, num_read_tokens, token_ids_of
 from .node_states import NodeStates, fill, states_since
 from .prompt_checks import Prompt
 from .stored_prompts import StoredPrompt
@@ -66,15 +66,16 @@ class Reuse:
 def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tuple[Match, Reuse]:
     """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on; and report."""
     keys, digest, token_ids = prompt.keys, prompt.identity.digest, prompt.token_ids[0]
-    with folder.find(digest, keys) as match:
+    with contextlib.ExitStack() as stack:
+        match = stack.enter_context(folder.find(digest, keys[:most_tokens]))
         nearest = folder.nearest(digest, keys, match)
-        more = num_common(as_bytes(nearest), as_bytes(keys[match.num_tokens :]))
-        common = match.num_tokens + more
+        stack.pop_all()
+    more = num_common(nearest, keys[match.num_tokens :])
+    common = match.num_tokens + more
     stored = int(token_ids_of(nearest)[more]) if more < num_read_tokens(nearest) else None
     given = int(token_ids[common]) if common < len(token_ids) else None
     # Where the tokens are the same, forward passes ended elsewhere.
     different = None if given == stored else given
-    match = folder.find(digest, keys[:most_tokens])
     return match, Reuse(folder.path, match.num_tokens, common, len(token_ids), stored, different)
 
 
@@ -94,9 +95,13 @@ def find_all(folder: Folder, prompt: Prompt) -> tuple[Match, NodeStates | None]:
                 raise
 
 
-def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Match, NodeStates | None, Reuse]:
+def take_over(
+    folder: Folder, prompt: Prompt, agreement: Agreement, at_least: int
+) -> tuple[Match, NodeStates | None, Reuse]:
     """
     Fill the cache of a prompt with what is stored of it, and return that, with what its end holds; and report.
+
+    Nothing is taken if that is less than `at_least` tokens.
 
     States that cannot be read are not used. Processes that share the cache use as many tokens: the most that all of
     them find and can read. After an error the cache is empty.
@@ -138,6 +143,8 @@ def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Mat
             if min(counts) < max(counts):
                 most = min(counts)
                 continue
+            if match.num_tokens < at_least:
+                return Match(), None, reuse
             if match.num_tokens:
                 states, are_filled = agreement.numbers(partial(states_now, match), lambda states: states is not None)
                 if not all(are_filled):
@@ -162,11 +169,11 @@ def empty(cache: HybridCache) -> None:
 def obstacles(stored: Iterable[StoredPrompt], prompt: Prompt, num_tokens: int) -> list[str]:
     """Return lines on stored prompts with more than `num_tokens` of a prompt's first tokens, which are not used."""
     lines: dict[str, int] = {}
-    wanted = as_bytes(prompt.token_ids[0].numpy())
+    wanted = prompt.token_ids[0].numpy()
     for each in stored:
         differences = prompt.identity.differences(each.identity)
         reason = "; ".join(differences) or "no pass ended there, or they are answers of a conversation"
-        common = num_common(as_bytes(each.token_ids), wanted)
+        common = num_common(each.token_ids, wanted)
         if common > lines.get(reason, num_tokens):
             lines[reason] = common
     return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in lines.items()]
@@ -223,10 +230,10 @@ def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None
     if replaces is not None:
         with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
             before = folder.keys(replaces)
-            common = num_common(as_bytes(before), as_bytes(keys))
+            common = num_common(before, keys)
             if common < len(before):  # turns were taken back
                 stays = before[: max(common, num_read_tokens(before))]
-                folder.remove_unshared(replaces, end_digests(identity_digest(identity), as_bytes(stays)))
+                folder.remove_unshared(replaces, end_digests(identity_digest(identity), stays))
     if num_read_tokens(known := contents.keys(identity)) == len(keys):  # all questions were taken back
         with folder.find(identity, known) as match:
             if match.num_tokens == len(keys):

@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -116,9 +115,15 @@ class Engine:
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
         made = Generation([Asked.of("", token_ids, self.context)], settings)
-        states = self._taken(token_ids, shared)
+        # A cache in memory loses what it has beside that of the prompt.
+        begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
+        best = max(range(len(begun)), key=begun.__getitem__, default=None)
+        worth = 0 if best is None else max(0, 2 * begun[best] - self._held[best].num_tokens)
+        states = TrackedCache(self._model, self._make, lambda _: self._require_wanted())
         try:
-            cached = self._begun(states, token_ids, shared)
+            cached = self._from_store(states, token_ids, shared, worth)
+            if best is not None and cached < worth:
+                states, cached = self._held.pop(best), begun[best]
             states.read(token_ids[:-1])
             states.keep_checkpoint()
             with contextlib.closing(states.answer(self._generator, made)) as pieces:
@@ -131,39 +136,21 @@ class Engine:
         [answer] = self._generator.answers(made)
         yield Answered(answer, cached)
 
-    def _taken(self, token_ids: list[int], shared: int) -> TrackedCache:
-        """Take a cache out of memory that saves more by what it has of a prompt than it loses, or make a new one."""
-        new = TrackedCache(self._model, self._make, lambda _: self._require_wanted())
-        assert isinstance(new.cache, HybridCache)
-        commons = [num_common(states.token_ids, token_ids) for states in self._held]
-        if commons:
-            best = max(range(len(commons)), key=commons.__getitem__)
-            asked = partial(self._store.num_stored, self._model, token_ids, new.cache, document_tokens=shared)
-            stored = self._from_store(asked)
-            if commons[best] - stored > self._held[best].num_tokens - commons[best]:
-                return self._held.pop(best)
-        return new
-
-    def _begun(self, states: TrackedCache, token_ids: list[int], shared: int) -> int:
-        """Read a prompt with the store into a cache that has nothing of it; return how many tokens are not computed."""
-        if held := num_common(states.token_ids, token_ids[:-1]):
-            return held
+    def _from_store(self, states: TrackedCache, token_ids: list[int], shared: int, at_least: int) -> int:
+        """Read a prompt with the store if that has so many tokens; return how many it has, 0 where it fails."""
         if len(token_ids) < 2:
             return 0
-        options: dict[str, Any] = {"document_tokens": shared, "details": self._details}
-        return self._from_store(lambda: states.read_with(self._store, token_ids, **options).num_tokens)
-
-    def _from_store(self, asked: Callable[[], int]) -> int:
-        """Return the store's answer; 0 where it has none, of which a remark tells once."""
         try:
-            told = asked()
+            reuse = states.read_with(
+                self._store, token_ids, document_tokens=shared, details=self._details, at_least=at_least
+            )
         except (PrefixStoreError, PrefixStoreFolderError) as error:
             if not self._has_failed_to_keep:
                 self._remark(f"prompts are not kept, and each is read anew: {error}")
             self._has_failed_to_keep = True
             return 0
         self._has_failed_to_keep = False
-        return told
+        return reuse.num_tokens
 
     def _hold(self, states: TrackedCache) -> None:
         """Let a cache stay in memory, without those used longest ago if all together are too large."""

@@ -311,11 +311,11 @@ def test_a_model_that_comes_from_the_hub_is_the_same_in_the_next_run(
 ):
     commit, place, folder = "0" * 40, tmp_path / "hub/models--ada--tiny", batch.model
 
-    def downloaded(options: Model, notes: Console) -> LoadedModel:
+    def downloaded(options: Model, cache: str, notes: Console) -> LoadedModel:
         shutil.copytree(folder, place / "snapshots" / commit)
         (place / "refs").mkdir()
         (place / "refs/main").write_text(commit)
-        return load_model(options, notes)
+        return load_model(options, cache, notes)
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("hf_hybrid_cache.cli.loading.load_model", downloaded)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from hf_hybrid_cache.chat import CACHES
 from hf_hybrid_cache.cli import compare
-from hf_hybrid_cache.cli.options import CACHES
 
 from .commands import SHORT, lines, run
 

@@ -13,12 +13,11 @@ BATCH = "batch questions.jsonl --out answers.jsonl --model none --device cpu "
 ASKED = "generate --question Who? "
 MISTAKES = {
     # Of options that several commands have.
-    ASKED + "--cache static": "error: --cache 'static' is not one of stock, dynamic, offloaded, quantized.",
+    ASKED + "--cache static": "'static' is not one of 'stock', 'dynamic'",
     ASKED + "--cache offloaded --bits 4": "error: --bits is for --cache quantized, and the cache is offloaded",
-    ASKED + "--cpu-decode 0.6": "error: --cpu-decode '0.6' is not one of yes, no.",
+    ASKED + "--bits 3": "'3' is not one of '8', '4', '2'.",
     ASKED + "--cache stock --cpu-decode yes": "error: --cache stock is transformers' own: drop --cpu-decode.",
     ASKED + "--expert-bits 4": "error: --expert-bits 4 is for experts in host memory: add --experts host.",
-    ASKED + "--dtype float64": "error: --dtype 'float64' is not one of float32, bfloat16, float16.",
     ASKED + "--device abacus": "--device 'abacus' is not here: this machine has cpu",
     ASKED + "--model ./no/such/folder": "There is no folder",
     ASKED + "--top-p 0.9": "error: --top-p is for sampling",
@@ -34,16 +33,16 @@ MISTAKES = {
     "generate --document a.pdf --document b.txt --question Who?": "error: Cannot read b.txt: No such file",
     "generate --prompt-file a.pdf": "a.pdf is a PDF, not text: pass it as a document, or a file of its text.",
     ASKED + "--explain": "--explain is about a prefix store: name its folder with --store, or drop it.",
-    ASKED + "--store prompts --cache stock": "--cache stock is transformers' own, and --store needs one of",
+    ASKED + "--store prompts --cache stock": "--cache stock is transformers' own, and --store needs one of ours: drop",
     "generate --question= --compare": "--question is empty.",
     # Of `chat`.
     "chat --document -": "Questions come from standard input: give the document as a file.",
     "chat --resume": "--resume goes on with a conversation of a prefix store: name its folder with --store.",
     "chat 2": "'2' names a conversation to go on with: add --resume, or --document before it.",
     "chat --resume --store missing": "There is no folder missing",
-    "chat --cache stock": "--cache stock is transformers' own, and chat needs one of",
+    "chat --cache stock": "--cache stock is transformers' own, and chat needs one of ours: drop",
     # Of `batch`.
-    BATCH + "--cache stock": "--cache stock is transformers' own, and batch needs one of",
+    BATCH + "--cache stock": "--cache stock is transformers' own, and batch needs one of ours: drop",
     BATCH + "--at-once 0": "--at-once must be a number from 1 on, or auto, got '0'.",
     BATCH + "--shard 3/2": "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'.",
     BATCH + f"--out {os.devnull}": f"--out {os.devnull} is no regular file: name one, or - for standard output.",
@@ -91,4 +90,4 @@ def test_what_needs_no_model_imports_nothing_heavy():
     }
     for (command, code), ended in zip(codes.items(), without_heavy(*map(str.split, codes)), strict=True):
         assert ended.code == code, command
-        assert "error: " in ended.stderr or code != 2
+        assert "error: " in ended.stderr.lower() or code != 2

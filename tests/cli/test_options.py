@@ -11,6 +11,8 @@ from hf_hybrid_cache.cli.options import EXCLUDING, AnswerOptions, Prompt, given_
 
 from .commands import error_of
 
+# Of options that do not take a number.
+VALUES = {"--cache": "dynamic", "--cpu-decode": "yes", "--weights": "8", "--experts": "host"}
 # What a command must be given besides.
 GIVEN = {"batch": ["questions", "--out", "answers"], "store": ["folder"]}
 
@@ -21,7 +23,11 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(first: str
     for name, command in vars(typer.main.get_command(app))["commands"].items():
         flags = {each.opts[0]: each.is_flag for each in command.params if each.param_type_name == "option"}
         if {first, second} <= flags.keys():
-            words = [word for option in (first, second) for word in ([option] if flags[option] else [option, "1"])]
+            words = [
+                word
+                for option in (first, second)
+                for word in ([option] if flags[option] else [option, VALUES.get(option, "1")])
+            ]
             assert error_of(name, *GIVEN.get(name, ()), *words) == f"error: {way_out}\n"
             refused += 1
     assert refused

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from hf_hybrid_cache.system.byte_sizes import parse_bytes, parse_tokens
+from hf_hybrid_cache.scalars import parse_bytes, parse_tokens
 
 from common.soak import search_at_random
 

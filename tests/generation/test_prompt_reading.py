@@ -33,10 +33,10 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     minmax,
     prefill,
+    prompt_reading,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.prompt_reading import reading
-from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, seconds_left
+from hf_hybrid_cache.prompt_reading import PrefillProgress, seconds_left
 
 from models.architectures import small_model
 from models.image_models import model_of_images
@@ -136,8 +136,8 @@ def test_ctrl_c_ends_after_the_chunk_at_hand_and_a_second_one_at_once(interrupts
 
 @pytest.fixture
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "_REST", 0)
+    monkeypatch.setattr(prompt_reading, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(prompt_reading, "_REST", 0)
 
 
 @pytest.mark.parametrize(

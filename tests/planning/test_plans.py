@@ -30,7 +30,7 @@ from hf_hybrid_cache.planning.candidates import (
 )
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import make_plan, recommendations
-from hf_hybrid_cache.system.byte_sizes import parse_bytes, parse_tokens
+from hf_hybrid_cache.scalars import parse_bytes, parse_tokens
 from hf_hybrid_cache.weights import WEIGHT_BITS
 
 from models.tiny_models import FAMILIES, random_prompt, tiny_model

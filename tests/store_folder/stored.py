@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_hybrid_cache.files.tensor_file import CacheFileError, Section, TensorForm
 from hf_hybrid_cache.prefix_store.folder import Folder, Match
-from hf_hybrid_cache.prefix_store.keys import PASS_ENDS, as_keys, token_ids_of
+from hf_hybrid_cache.prefix_store.keys import PASS_ENDS, token_ids_of
 from hf_hybrid_cache.prefix_store.node_files import VERSION, Node, Nodes
 
 IDENTITY = b"a model"
@@ -120,7 +120,7 @@ def read(node: Node) -> tuple[Tokens, bytes]:
     with file:
         data = bytearray(file.tensors("states")["states"].form.num_bytes)
         file.read("states", {"states": memoryview(data)})
-        return tokens_of(as_keys(head.keys)), bytes(data)
+        return tokens_of(head.keys), bytes(data)
 
 
 def nodes_of(path: Path) -> Nodes:

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Match
-from hf_hybrid_cache.prefix_store.keys import as_keys
 
 from common.soak import count, search_at_random
 from store_folder.stored import (
@@ -62,7 +61,7 @@ class Users(RuleBasedStateMachine):
     def listed(self) -> dict[str, Kept]:
         nodes, kept = nodes_of(self.path), dict[str, Kept]()
         for node in nodes:
-            *before, last = (tokens_of(as_keys(head.keys)) for _, head in nodes.way_to(node))
+            *before, last = (tokens_of(head.keys) for _, head in nodes.way_to(node))
             kept[node.name] = Kept(sum((*before, last), ()), len(sum(before, ())))
         return kept
 
