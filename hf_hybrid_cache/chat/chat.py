@@ -342,14 +342,14 @@ class Chat:
         if not self.turns and self._stored_id is None:
             return
         assert isinstance(self.cache, HybridCache)
+        talk = {"has_document": self._has_document, "turns": self.turns}
         self._stored_id = self._store.keep(
             self._model,
             torch.tensor([token_ids]),
             self.cache,
             document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._details
-            | {"system": self.system, _TALK: {"has_document": self._has_document, "turns": self.turns}},
+            details=self._details | {"system": self.system, _TALK: talk},
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids
@@ -416,9 +416,8 @@ class Chat:
         """Read tokens anew by the store, if there is one, and say what came from there."""
         if self._store is None or not isinstance(self.cache, HybridCache) or len(token_ids) < 2:
             return
-        self.reuse = self._held.read_with(
-            self._store, token_ids, details=self._details | {"system": self.system}, **options
-        )
+        options["details"] = self._details | {"system": self.system}
+        self.reuse = self._held.read_with(self._store, token_ids, **options)
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {self._store.path}")
 
