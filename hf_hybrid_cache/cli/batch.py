@@ -21,6 +21,7 @@ from ..scalars import duration_text
 from .batch_files import Answers, Question, by_document, documents_digest, read_questions
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts, without_controls
 from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
+from .task import answer_fields
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat
@@ -274,15 +275,8 @@ class _Reader:
         while left:
             try:
                 for given in chat.ask_all([question.text for question in left], at_once):
-                    of_answer = {
-                        "answer": given.text,
-                        "finish_reason": given.finish_reason,
-                        "prompt_tokens": given.prompt_tokens,
-                        "answer_tokens": len(given.token_ids),
-                        "seconds": round(given.seconds, 3),
-                        "at_once": given.together,
-                    }
-                    yield left.pop(0), of_answer | fields
+                    took = {"seconds": round(given.seconds, 3), "at_once": given.together}
+                    yield left.pop(0), answer_fields(given) | took | fields
             except (HybridCacheError, MemoryError, RuntimeError) as error:
                 yield from _failed([left.pop(0)], error)
                 at_once = 1  # memory ended with a single answer
