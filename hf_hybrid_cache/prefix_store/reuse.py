@@ -101,8 +101,8 @@ def take_over(
     """
     Fill the cache of a prompt with what is stored of it, and return that, with what its end holds; and report.
 
-    Nothing is taken if that is less than `at_least` tokens. States that cannot be read are not used. Processes that share the cache use as many tokens: the most that all of
-    them find and can read. After an error the cache is empty.
+    Nothing is taken if that is less than `at_least` tokens. States that cannot be read are not used. Processes that
+    share the cache use as many tokens: the most that all of them find and can read. After an error the cache is empty.
     """
     most: int | None = None
 
