@@ -261,9 +261,7 @@ def documents_digest(names: Sequence[str], folder: Path) -> str | None:
         for path in (folder / name for name in names):
             if not path.is_file() and not path.is_dir():
                 return None
-            files = [file for file in files_in(path) if file.is_file()] if path.is_dir() else [path]
-            # Files come before folders, as in the first files of answers.
-            for file in sorted(files, key=lambda file: [*((1, name) for name in file.parts[:-1]), (0, file.name)]):
+            for file in filter(Path.is_file, files_in(path)) if path.is_dir() else [path]:
                 digest.update(f"{file.relative_to(path)} {_content_digest(file)}\n".encode(errors="surrogateescape"))
     except (OSError, ValueError):
         return None
