@@ -100,9 +100,8 @@ def batch(
                 missing, groups = _without_missing(by_document(left.questions), folder)
             progress = _Progress(notes, len(asked), len(asked) - len(left.questions))
             if left.num_others:
-                note(
-                    notes, f"answers to questions that are not asked any more: {left.num_others:,}; they stay in {out}"
-                )
+                others = f"answers to questions that are not asked any more: {left.num_others:,}"
+                note(notes, f"{others}; they stay in {out}")
             if left.num_changed:
                 changed = f"{left.num_changed:,} of {len(asked):,} questions"
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
