@@ -29,7 +29,7 @@ from experiments.common.texts import english_ids
 from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import gguf_file
 from hf_hybrid_cache.models import load, load_config
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import random_llama
 
 MODEL, LARGE = "smollm2-135m", "llama-3.2-1b-random"
 OURS, PEER = "ours", "llama.cpp"

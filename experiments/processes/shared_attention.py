@@ -29,7 +29,7 @@ from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill, llama_1b_config, random_states
 from experiments.common.timing import medians, samples_in_turns, seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, minmax, set_num_threads
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import random_llama
 
 DTYPE = torch.bfloat16
 # A small vocabulary: with all of Llama 3.2-1B's, weights would take more time than keys and values.

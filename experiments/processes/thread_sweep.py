@@ -22,7 +22,7 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import decode_states, filled_cache, kv_bytes, llama_1b_config, random_states
 from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import random_llama
 
 DTYPE = torch.bfloat16
 

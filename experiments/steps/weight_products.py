@@ -21,7 +21,7 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import llama_1b_config
 from experiments.common.told_process import ToldProcess, tell
 from hf_hybrid_cache import quantize_weights
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import random_llama
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 4096]
 GROUP = 32

@@ -20,14 +20,12 @@ from ..errors import HybridCacheError
 from ..prefix_store import PrefixStore, Reuse, StoredPrompt
 from ..token_ids import num_common
 from .generating import Answer, Generation, Generator
-from .prompts import Asked, ChatTemplate, DocumentPrompt, PromptError, context_length
+from .prompts import Asked, ChatTemplate, DocumentPrompt, PromptError, context_length, room_for_documents
 from .settings import DEFAULT_BITS, AnswerSettings
 from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_out_of_memory
 
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32
-# Tokens of a long context that documents leave to questions and answers.
-_TALK_TOKENS = 2048
 _LONGEST_TITLE = 100
 # The detail of a conversation that is kept, by which it goes on.
 _TALK = "conversation"
@@ -118,7 +116,7 @@ class Chat:
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
         self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
-        self._progress, self._remark = progress, remark or _ignore
+        self._progress, self._remark = progress, remark or (lambda _: None)
         self._template = ChatTemplate(tokenizer, system)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
         self._details = dict(details or {})
@@ -337,10 +335,6 @@ class Chat:
             PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
         self._require_closed()
-        self._keep()
-
-    def _keep(self) -> None:
-        """Keep the conversation; see `keep`."""
         token_ids = self.token_ids
         if self._store is None or token_ids == self._stored_tokens:
             return
@@ -348,13 +342,14 @@ class Chat:
         if not self.turns and self._stored_id is None:
             return
         assert isinstance(self.cache, HybridCache)
+        talk = {"has_document": self._has_document, "turns": self.turns}
         self._stored_id = self._store.keep(
             self._model,
             torch.tensor([token_ids]),
             self.cache,
             document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._all_details() | {_TALK: {"has_document": self._has_document, "turns": self.turns}},
+            details=self._details | {"system": self.system, _TALK: talk},
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids
@@ -384,14 +379,7 @@ class Chat:
         """Return the tokens of the documents, as many as leave room to talk."""
         if documents is None:
             return DocumentPrompt(self._template.start())
-        if leave is None:
-            leave = self.settings.max_new_tokens + min(_TALK_TOKENS, self.context // 4)
-        if self.context <= leave:
-            raise PromptError(
-                f"{leave:,} tokens are left to questions and answers, and the model's context is {self.context:,}: "
-                "ask for shorter answers."
-            )
-        most = self.context - leave
+        most = room_for_documents(self.context, leave, self.settings.max_new_tokens)
         if context is not None:
             most = min(most, context + len(self._template.start()))
         return self._template.document(documents, most)
@@ -428,24 +416,25 @@ class Chat:
         """Read tokens anew by the store, if there is one, and say what came from there."""
         if self._store is None or not isinstance(self.cache, HybridCache) or len(token_ids) < 2:
             return
-        self.reuse = self._held.read_with(self._store, token_ids, details=self._all_details(), **options)
+        options["details"] = self._details | {"system": self.system}
+        self.reuse = self._held.read_with(self._store, token_ids, **options)
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {self._store.path}")
 
     def _answer(self, question: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a question, see `ask`."""
-        with self._open():
-            asked = self._asked(question)
-            made = Generation([asked], settings)
-            self._read(asked.token_ids[: num_common(asked.token_ids, self.token_ids)])
-            self._held.keep_checkpoint()
-            try:
+        asked = self._asked(question)
+        made = Generation([asked], settings)
+        try:
+            with self._open():
+                self._read(asked.token_ids[: num_common(asked.token_ids, self.token_ids)])
+                self._held.keep_checkpoint()
                 yield from self._pieces(made)
-            finally:
-                if token_ids := made.token_ids[0]:
-                    self.turns.append(Turn(question, self._generator.text(token_ids, settings.stop), token_ids))
-                    self.token_ids = [*asked.token_ids, *token_ids]
-                    self._keep_or_say()
+        finally:
+            if token_ids := made.token_ids[0]:
+                self.turns.append(Turn(question, self._generator.text(token_ids, settings.stop), token_ids))
+                self.token_ids = [*asked.token_ids, *token_ids]
+                self._keep_or_say()
 
     def _completed(self, asked: Asked, text: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a whole prompt, see `complete`."""
@@ -496,15 +485,12 @@ class Chat:
     def _keep_or_say(self) -> None:
         """Keep the conversation, if there is a store; a failure is a remark, once."""
         try:
-            self._keep()
+            self.keep()
             self._has_failed_to_keep = False
         except HybridCacheError as error:
             if not self._has_failed_to_keep:
                 self._remark(f"the conversation is not kept: {error}")
             self._has_failed_to_keep = True
-
-    def _all_details(self) -> dict[str, Any]:
-        return self._details | {"system": self.system}
 
 
 def _title(documents: Documents | None, question: str | None = None) -> str:
@@ -512,7 +498,3 @@ def _title(documents: Documents | None, question: str | None = None) -> str:
     named = [*([] if documents is None else [Path(documents.title).name]), *([] if question is None else [question])]
     title = " ".join(": ".join(named).split())
     return title if len(title) <= _LONGEST_TITLE else f"{title[:_LONGEST_TITLE]}[...]"
-
-
-def _ignore(remark: str) -> None:
-    """Drop a remark."""

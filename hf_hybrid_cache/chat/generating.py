@@ -119,8 +119,7 @@ class Generator:
     def text(self, token_ids: list[int], stop: Sequence[str]) -> str:
         """Return the text of an answer, up to the first of the texts that end one."""
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-        ends = [text.index(each) for each in stop if each in text]
-        return text[: min(ends, default=len(text))]
+        return text[: _end_of(text, stop)]
 
     def answers(self, made: "Generation") -> list[Answer]:
         """Return the answers that were generated, with all that is known of them."""
@@ -151,8 +150,8 @@ class Generator:
         ends = getattr(self._model.generation_config, "eos_token_id", None)
         if token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends):
             return True
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True) if stop else ""
-        return any(each in text for each in stop)
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)) if stop else ""
+        return _end_of(text, stop) is not None
 
     def until_end(self, token_ids: list[int], stop: Sequence[str]) -> list[int]:
         """Return the tokens of an answer without those that follow its end where others are longer."""
@@ -174,7 +173,7 @@ class Generator:
             # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
             rows = token_ids[:, start:].tolist() if settings.stop else [[]] * len(token_ids)
             texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-            ended = [stopping.is_set() or any(stop in text for stop in settings.stop) for text in texts]
+            ended = [stopping.is_set() or _end_of(text, settings.stop) is not None for text in texts]
             return torch.tensor(ended, device=token_ids.device)
 
         processors: list[LogitsProcessor] = []
@@ -250,12 +249,17 @@ def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
     held, is_ended = "", False
     for piece in pieces:
         held += "" if is_ended else piece
-        if ends := [held.index(each) for each in stop if each in held]:
-            held, is_ended = held[: min(ends)], True
+        if (end := _end_of(held, stop)) is not None:
+            held, is_ended = held[:end], True
         waiting = 0 if is_ended else max((_overlap(held, each) for each in stop), default=0)
         ready, held = held[: len(held) - waiting], held[len(held) - waiting :]
         yield ready
     yield held
+
+
+def _end_of(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first of the texts that end an answer begins in its text; `None` if it has none of them."""
+    return min((text.index(each) for each in stop if each in text), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -19,6 +19,8 @@ _ANSWER = "\nAnswer:"
 _MOST_CHARACTERS = 8
 # Tokens beside those that are kept, so that the end of a piece changes none of them.
 _MARGIN = 256
+# Tokens of a long context that documents leave to questions and answers.
+_TALK_TOKENS = 2048
 # A notice names so many documents of a kind at most.
 _MOST_NAMES = 10
 
@@ -136,6 +138,17 @@ class Asked:
 def context_length(model: PreTrainedModel) -> int:
     """Return the tokens that the model can attend to; a very large number where its config has no limit."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31 - 1
+
+
+def room_for_documents(context: int, leave: int | None, new_tokens: int) -> int:
+    """Return the tokens of a context that documents take at most; raises `PromptError` if what they leave is all."""
+    leave = new_tokens + min(_TALK_TOKENS, context // 4) if leave is None else leave
+    if context <= leave:
+        raise PromptError(
+            f"{leave:,} tokens are left to questions and answers, and the model's context is {context:,}: ask for "
+            "shorter answers."
+        )
+    return context - leave
 
 
 class ChatTemplate:

@@ -53,9 +53,5 @@ def common(
     """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(batch)
-app.command()(serve)
-app.command()(store)
-app.command()(plan)
+for command in (generate, chat, batch, serve, store, plan):
+    app.command()(command)

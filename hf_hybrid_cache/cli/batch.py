@@ -1,9 +1,10 @@
 """`hf-hybrid-cache batch`: many questions about many documents, each of which is read once."""
 
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..documents import DocumentError, read_documents, require_documents
 from ..errors import HybridCacheError
+from ..scalars import duration_text
 from .batch_files import Answers, Question, by_document, documents_digest, read_questions
-from .batch_progress import BatchProgress
-from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts
+from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts, without_controls
 from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
+from .task import answer_fields
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat
@@ -93,13 +96,12 @@ def batch(
                 from .loading import load_model
 
                 loaded = load_model(model, cache.name, notes)
-                left = answers.left(model.name)  # the model came from the Hub just now, or documents changed
+                left = answers.left(model.name)  # the model may have come from the Hub just now
                 missing, groups = _without_missing(by_document(left.questions), folder)
-            progress = BatchProgress(notes, len(asked), len(asked) - len(left.questions))
+            progress = _Progress(notes, len(asked), len(asked) - len(left.questions))
             if left.num_others:
-                note(
-                    notes, f"answers to questions that are not asked any more: {left.num_others:,}; they stay in {out}"
-                )
+                others = f"answers to questions that are not asked any more: {left.num_others:,}"
+                note(notes, f"{others}; they stay in {out}")
             if left.num_changed:
                 changed = f"{left.num_changed:,} of {len(asked):,} questions"
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
@@ -118,7 +120,7 @@ def batch(
                 }
                 read = _Reader(loaded, of_chat, folder, progress, notes, most_together).outcomes(groups)
             try:
-                with raising_interrupts(), closing(progress):
+                with raising_interrupts(), progress.bar:
                     for question, fields in chain(missing, read):
                         answers.add(question, fields)
                         failed += [(question, fields["error"])] if "error" in fields else []
@@ -179,6 +181,49 @@ def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: AnswerOpt
     }
 
 
+class _Progress:
+    """
+    Shows how many questions have an answer or an error, `done`, and the time that is left if all go on alike.
+
+    At a terminal it is a bar, while it is open, and elsewhere a line at each tenth.
+    """
+
+    def __init__(self, notes: Console, num_questions: int, done: int):
+        self.done, self._num_questions, self._notes = done, num_questions, notes
+        self._start, self._num_answers = time.monotonic(), 0
+        self._name, self._num_tokens, self._num_read = "", 0, 0  # of the document at hand
+        self.bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed:,} of {task.total:,} questions"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=notes,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays as it is
+            disable=not notes.is_interactive,
+        )
+        self._task = self.bar.add_task("", total=num_questions, completed=done, left="")
+
+    def read(self, document: str, num_tokens: int) -> None:
+        """Show that a document is read from now on."""
+        self._name, self._num_tokens, self._num_read = without_controls(Path(document).name), num_tokens, 0
+        self.advance(0)
+
+    def advance(self, num_tokens: int) -> None:
+        """Show that tokens were read; those of questions are beyond the document."""
+        self._num_read = min(self._num_read + num_tokens, self._num_tokens)
+        self.bar.update(self._task, description=f"{self._name} {self._num_read / self._num_tokens:.0%}", refresh=True)
+
+    def answered(self, is_error: bool) -> None:
+        """Show that a question has an answer, or an error, which took no time."""
+        self.done, self._num_answers = self.done + 1, self._num_answers + (not is_error)
+        seconds = (time.monotonic() - self._start) / (self._num_answers or 1) * (self._num_questions - self.done)
+        left = f"{duration_text(seconds)} left" if self._num_answers else ""
+        self.bar.update(self._task, completed=self.done, left=left, refresh=True)
+        if self.bar.disable and self.done * 10 // self._num_questions > (self.done - 1) * 10 // self._num_questions:
+            note(self._notes, f"{self.done:,} of {self._num_questions:,} questions")
+
+
 class _Reader:
     """Answers the questions about one document after the other, with a model; `of_chat` are arguments of `Chat`."""
 
@@ -187,7 +232,7 @@ class _Reader:
         loaded: "LoadedModel",
         of_chat: Mapping[str, Any],
         folder: Path,
-        progress: BatchProgress,
+        progress: _Progress,
         notes: Console,
         at_once: int | None,
     ):
@@ -204,8 +249,7 @@ class _Reader:
 
     def outcomes(self, groups: Sequence[Sequence[Question]]) -> Iterator[Outcome]:
         """Answer questions, grouped by document; an error that a user can correct becomes that of a question."""
-        for number, questions in enumerate(groups):
-            self._progress.documents_left = len(groups) - number
+        for questions in groups:
             yield from self._about_one(questions)
 
     def _about_one(self, questions: Sequence[Question]) -> Iterator[Outcome]:
@@ -213,8 +257,8 @@ class _Reader:
         try:
             digest = documents_digest(questions[0].documents, self._folder)  # before they are read: a change is noticed
             chat, fields = self._chat(questions)
-            with self._progress.reading(questions[0].documents[0], len(chat.token_ids)):
-                chat.read()
+            self._progress.read(questions[0].documents[0], len(chat.token_ids))
+            chat.read()
         except (HybridCacheError, MemoryError, RuntimeError) as error:
             yield from _failed(questions, error)
             return
@@ -230,15 +274,8 @@ class _Reader:
         while left:
             try:
                 for given in chat.ask_all([question.text for question in left], at_once):
-                    of_answer = {
-                        "answer": given.text,
-                        "finish_reason": given.finish_reason,
-                        "prompt_tokens": given.prompt_tokens,
-                        "answer_tokens": len(given.token_ids),
-                        "seconds": round(given.seconds, 3),
-                        "at_once": given.together,
-                    }
-                    yield left.pop(0), of_answer | fields
+                    took = {"seconds": round(given.seconds, 3), "at_once": given.together}
+                    yield left.pop(0), answer_fields(given) | took | fields
             except (HybridCacheError, MemoryError, RuntimeError) as error:
                 yield from _failed([left.pop(0)], error)
                 at_once = 1  # memory ended with a single answer

@@ -208,12 +208,9 @@ class Answers:
 
     def _has_changed(self, answer: Record) -> bool:
         """Whether an answer is known to be of another model or of other documents."""
-        documents = self._asked[key_of(answer)].documents
-        pairs = (
-            (answer.get("model_digest"), self._model_digest),
-            (answer.get("document_digest"), self._digest_of(documents)),
-        )
-        return any(before != now for before, now in pairs if None not in (before, now))
+        documents = self._digest_of(self._asked[key_of(answer)].documents)
+        pairs = (("model_digest", self._model_digest), ("document_digest", documents))
+        return any(answer.get(name) not in (None, now) for name, now in pairs if now is not None)
 
     def _tidy(self, path: Path, without_errors: bool) -> None:
         """Leave the last answer to each question, with the fields that its question has now; keep the earlier ones."""
@@ -264,9 +261,7 @@ def documents_digest(names: Sequence[str], folder: Path) -> str | None:
         for path in (folder / name for name in names):
             if not path.is_file() and not path.is_dir():
                 return None
-            files = [file for file in files_in(path) if file.is_file()] if path.is_dir() else [path]
-            # Files come before folders, as in the first files of answers.
-            for file in sorted(files, key=lambda file: [*((1, name) for name in file.parts[:-1]), (0, file.name)]):
+            for file in filter(Path.is_file, files_in(path)) if path.is_dir() else [path]:
                 digest.update(f"{file.relative_to(path)} {_content_digest(file)}\n".encode(errors="surrogateescape"))
     except (OSError, ValueError):
         return None

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .chat_input import ChatInput, chat_input, shortened
+from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
 from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
 from .task import why_no_more, write_notice
 
 if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
-    from .chat_commands import ChatCommands
 
 # Options of the model and the cache that are kept with a conversation, and hold when it is resumed.
 _MODEL_OPTIONS = ("model", "weights", "experts", "expert_bits", "dtype")
@@ -74,7 +73,6 @@ def chat(
         documents = read_documents(document, say) if document else None
 
         from ..chat import Chat
-        from .chat_commands import ChatCommands
         from .loading import load_model
 
         prefix_store = store.open()
@@ -157,7 +155,7 @@ def _as_stored(stored: "StoredPrompt", model: Model, cache: Cache, command_line:
     return replace(model, **of_model), replace(cache, **of_cache)
 
 
-def _take_all(commands: "ChatCommands", lines: ChatInput, say: Callable[[str], None]) -> None:
+def _take_all(commands: ChatCommands, lines: ChatInput, say: Callable[[str], None]) -> None:
     """Take lines until one ends the conversation; Ctrl-C at a terminal does not end it."""
     while True:
         try:

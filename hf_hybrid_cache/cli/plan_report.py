@@ -2,6 +2,7 @@
 
 import shlex
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
 from ..planning.plans import recommendations, why_nothing_fits
 from ..scalars import duration_text
-from .console import json_line, without_controls
+from .console import print_json, write
 
 _LEGEND = {
     Strategy.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
@@ -64,49 +65,43 @@ class Report:
         }
         if (experts := self.cost.experts).layers:
             shown["experts"] = {"total_bytes": experts.total_bytes()}
-        out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
+        print_json(out, shown)
 
     def print(self, out: Console) -> None:
         """Print the recommendation with its commands and code, the tables, and what they rest on."""
-        if self.chosen:
-            self._print_recommendations(out)
-        else:
-            _say(out, f"Nothing fits. {why_nothing_fits(self.cost, self.plans)}\n")
         # On a GPU codes of weights only make the CPU faster.
         shown = [
             each for each in self.plans if each.weights is None or each.strategy == Strategy.CPU or each in self.chosen
         ]
+        write(out, "".join(f"{text}\n" for text in self._recommendations()))
         for on_host in (False, True):
             if rows := [each for each in shown if each.experts_on_host == on_host]:
-                _say(out, "\nWith experts in host memory:" * on_host)
+                write(out, "\nWith experts in host memory:" * on_host + "\n")
                 out.print(_table(rows, 8 * self.cost.dtype.itemsize))
         strategies = {each.strategy for each in shown}
         legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
-        _say(
-            out, "\n".join(["W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + ".", *legend, ""])
-        )
-        _say(out, _filled(" ".join(self._remarks())))
+        bits = "W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + "."
+        write(out, "\n".join([bits, *legend, "", _filled(" ".join(self._remarks())), ""]))
 
-    def _print_recommendations(self, out: Console) -> None:
-        """Print the best plan and how to run it, and what the others gain and lose."""
+    def _recommendations(self) -> Iterator[str]:
+        """Yield the best plan and how to run it, and what the others gain and lose."""
+        if not self.chosen:
+            yield f"Nothing fits. {why_nothing_fits(self.cost, self.plans)}\n"
+            return
         best, default = self.chosen[0], ", the default of --context" if self.is_default_context else ""
         farthest = f"up to {best.longest_context:,} fit"
-        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {farthest}"))
-        _say(out, _filled(f"Recommended: {plan_name(best)}. {_speed(best)}It takes {_memory(best)}."))
+        yield _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {farthest}")
+        yield _filled(f"Recommended: {plan_name(best)}. {_speed(best)}It takes {_memory(best)}.")
         if command := self._command(best):
-            _say(out, "\n" + command)
-        _say(out, "\n" + best.code)
+            yield f"\n{command}"
+        yield f"\n{best.code}"
         known = best.code.splitlines()
         for other in self.chosen[1:]:
-            _say(
-                out,
-                "\n"
-                + _filled(f"Or {plan_name(other)}, {_LOSSES[other.loss]}. {_speed(other)}It takes {_memory(other)}."),
-            )
-            lines_that_differ = [line for line in other.code.splitlines() if line not in known]
-            _say(out, self._command(other) or "\n".join(lines_that_differ))
+            gained = f"Or {plan_name(other)}, {_LOSSES[other.loss]}. {_speed(other)}It takes {_memory(other)}."
+            yield f"\n{_filled(gained)}"
+            yield self._command(other) or "\n".join(line for line in other.code.splitlines() if line not in known)
         if any(each.weights == 4 for each in self.chosen):
-            _say(out, "\n" + _WANT_CALIBRATION)
+            yield f"\n{_WANT_CALIBRATION}"
 
     def _command(self, plan: Plan) -> str | None:
         """The command that runs a plan; `None` where only Python can."""
@@ -201,10 +196,6 @@ def _table(plans: list[Plan], bits_as_is: int) -> Table:
             *took[: len(times)],
         )
     return table
-
-
-def _say(out: Console, text: str) -> None:
-    out.print(without_controls(text), markup=False, highlight=False, emoji=False)
 
 
 def _filled(text: str) -> str:

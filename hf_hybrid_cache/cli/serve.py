@@ -4,12 +4,9 @@ import contextlib
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -75,7 +72,8 @@ def serve(
                 say(f"WARNING: whoever reaches {host} may ask. Let clients send a key: --api-key.")
             url = f"http://{f'[{at}]' if ':' in at else at}:{port}/v1"
             if prompts is None:
-                folder = stack.enter_context(_temporary_folder())
+                folder = Path(tempfile.mkdtemp(prefix="hf-hybrid-cache-"))
+                stack.callback(_remove, folder)
                 prompts = PrefixStore(folder, max_bytes=shutil.disk_usage(folder).free // _SHARE)
             engine = Engine(
                 loaded.model,
@@ -100,23 +98,8 @@ def serve(
             raise typer.Exit(128 + server.signal)
 
 
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """Make a folder that goes after the block, also if a signal ends it."""
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _exit)
-    folder = Path(tempfile.mkdtemp(prefix="hf-hybrid-cache-"))
-    try:
-        yield folder
-    finally:
-        # By another name nobody writes into it any more.
-        going = folder.with_name(f"{folder.name}-going")
-        with contextlib.suppress(OSError):
-            folder = folder.rename(going)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+def _remove(folder: Path) -> None:
+    """Remove a folder into which a thread may write still; by another name it does not any more."""
+    with contextlib.suppress(OSError):
+        folder = folder.rename(folder.with_name(f"{folder.name}-going"))
+    shutil.rmtree(folder, ignore_errors=True)

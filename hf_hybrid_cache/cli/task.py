@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from ..chat import AnswerSettings, Chat, DocumentPrompt
+    from ..chat import Answer, AnswerSettings, Chat, DocumentPrompt
     from .loading import LoadedModel
 
 
@@ -112,16 +112,23 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
             {"name": part.document, "tokens": part.tokens, "read_tokens": part.read_tokens} for part in document.parts
         ],
         "left_out": [] if documents is None else list(documents.skipped),
-        "answer": answer.text,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "answer_tokens": len(answer.token_ids),
+        **answer_fields(answer),
         "document_tokens": document.tokens,
         "read_tokens": document.read_tokens,
         "first_token_seconds": round(answer.first_token_seconds, 3),
         "tokens_per_second": None if rate is None else round(rate, 2),
         "kv_device_bytes": device_bytes,
         "kv_host_bytes": host_bytes,
+    }
+
+
+def answer_fields(answer: "Answer") -> dict[str, Any]:
+    """The fields that an answer has in all lines of JSON."""
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "answer_tokens": len(answer.token_ids),
     }
 
 

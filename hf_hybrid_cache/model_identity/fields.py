@@ -1,4 +1,4 @@
-"""The fields of an identity, read from a model and a cache."""
+"""The fields of an identity, read from a model and a cache, and the checks that they say all."""
 
 import contextlib
 import functools
@@ -6,20 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from inspect import signature
 from itertools import groupby, product
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache import HybridCache
 from ..codecs import describe, weights_of
 from ..kernels.vector import processor
 from ..layers import HybridLayer
+from ..weights import QUANT_METHOD
 from .identity import RANK, Identity, ModelIdentityError, digest_of
-from .modules import modules_digest, name_of_class, require_identifiable, require_known_code
-from .weights import digest_of_tensors, stored_tensors
+from .weights import digest_of_tensors, is_longrope, stored_tensors
 
 # Raise it when an identity means something else.
 _FORMAT = 4
@@ -44,6 +49,27 @@ _LEFT_OUT = {
     "torch_dtype",
     "transformers_version",
     "use_cache",
+}
+# Their versions are in an identity.
+_OURS = "hf_hybrid_cache"
+_KNOWN = {_OURS, "torch", "transformers", "builtins"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# transformers leaves hooks after a pass that returned hidden states, which only read.
+_ONLY_READS = "transformers.utils.output_capturing"
+# What runs in place of the forward of a class, if a module has it.
+_FORWARDS = ("forward", "_compiled_call_impl")
+# Attributes of modules that no state depends on.
+_NOT_COMPARED = {
+    "all_tied_weights_keys",
+    "gradient_checkpointing",
+    "hf_device_map",
+    "is_quantized",
+    "kernel_config",
+    "loss_type",
+    "name_or_path",
+    "quantization_method",
+    "training",
+    "warnings_issued",
 }
 
 
@@ -77,9 +103,9 @@ def identity_of(model: PreTrainedModel, cache: HybridCache, name: str | None = N
     if not isinstance(cache, HybridCache):
         raise TypeError(f"cache must be one of hf_hybrid_cache, got {type(cache).__name__}.")
     modules = dict(model.named_modules())
-    require_identifiable(model, modules.values())
+    _require_identifiable(model, modules.values())
     if name is None:
-        require_known_code(model, modules)
+        _require_known_code(model, modules)
     return Identity((*_fields(model, modules, cache), *([] if name is None else [("identity", name)])))
 
 
@@ -95,9 +121,9 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "numba", metadata.version("numba")
     yield "torch", str(torch.__version__)
     yield "transformers", ".".join(transformers.__version__.split(".")[:2])
-    yield "class", name_of_class(type(model))
+    yield "class", _name_of_class(type(model))
     yield "config", digest_of(_settings(model.config.to_dict()))
-    yield "modules", modules_digest(modules)
+    yield "modules", digest_of([[name, *_form_of(module)] for name, module in modules.items()])
     yield "weights", digest_of_tensors({each.form: each.data for each in tensors})
     yield "dtype", f"{model.dtype}{autocast}".replace("torch.", "")
     yield "attention", str(text._attn_implementation)
@@ -171,3 +197,124 @@ def _ranges(indices: Iterable[int]) -> str:
     """Return sorted indices as text, such as "0-3, 7"; "none" for none."""
     runs = ([index for _, index in run] for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]))
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def longest_text(model: PreTrainedModel) -> int | None:
+    """
+    Return up to how many tokens of a text states depend on the tokens before them alone; `None` for any number.
+
+    A forward pass with a later position uses the long factors of longrope, for all of its tokens.
+    """
+    configs: list[Any] = [module.config for module in model.modules() if is_longrope(module)]
+    return min((int(each.rope_parameters["original_max_position_embeddings"]) for each in configs), default=None)
+
+
+def _require_identifiable(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    """Check that states depend neither on chance nor on other texts."""
+    by_length: set[str] = set()
+    for module in modules:
+        if module.training:
+            raise ModelIdentityError(
+                f"{type(model).__name__} is in training mode, in which dropout changes the states at random. Call "
+                "model.eval() first."
+            )
+        kind = vars(module).get("rope_type")
+        names = kind.values() if isinstance(kind, dict) else [] if is_longrope(module) else [kind]
+        by_length.update(name for name in names if isinstance(name, str) and ("dynamic" in name or name == "longrope"))
+    if by_length:
+        raise ModelIdentityError(
+            f"{type(model).__name__} turns keys by the length of the text, and of texts that it read before (rope_type "
+            f"{' and '.join(sorted(by_length))}), so states depend on more than the tokens before them. Use a "
+            "rope_type that does not, such as yarn."
+        )
+
+
+def _require_known_code(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> None:
+    """Check that all code of a model is that of torch, transformers and this package, whose versions are compared."""
+    if (stranger := next(_strangers(model, modules), None)) is not None:
+        raise ModelIdentityError(
+            f"{type(model).__name__} runs code of other programs, whose effect cannot be told: {stranger}. Remove it, "
+            'or give what it does a name, PrefixStore(path, identity="steering 2.0"), and another name whenever that '
+            "changes."
+        )
+
+
+def _strangers(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """List code of other programs, such as "lm_head has a forward hook"."""
+    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+        yield "all modules have a forward hook"
+    for name, module in modules.items():
+        where = name or "the model"
+        if not _is_known(type(module)):
+            yield f"{where} is a {_name_of_class(type(module))}"
+        if _hooks_of(module):
+            yield f"{where} has a forward hook"
+        for attribute, value in vars(module).items():
+            if attribute in _FORWARDS and _package_of(value) != _OURS:
+                yield f"{where} has a {attribute} of its own"
+            elif callable(value) and not _is_known(value):
+                yield f"{attribute} of {where} is of {_package_of(value)}"
+    quantizer = getattr(model, "hf_quantizer", None)
+    quantization = getattr(quantizer, "quantization_config", None)
+    # The quantizer of a GGUF file stays with the weights that it has dequantized.
+    if quantizer is not None and getattr(quantization, "quant_method", None) not in (QUANT_METHOD, "gguf"):
+        yield f"another library has quantized the weights ({type(quantization).__name__})"
+    config: Any = model.config.get_text_config(decoder=True)
+    for what, functions, chosen in (
+        ("attention", ALL_ATTENTION_FUNCTIONS, config._attn_implementation),
+        ("masks of attention", ALL_MASK_ATTENTION_FUNCTIONS, config._attn_implementation),
+        ("experts", ALL_EXPERTS_FUNCTIONS, getattr(config, "_experts_implementation", None)),
+    ):
+        if not _is_known(functions.get(chosen)):
+            yield f"the {what} {chosen!r} of {_package_of(functions.get(chosen))}"
+
+
+def _name_of_class(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_known(code: Any) -> bool:
+    return _package_of(code) in _KNOWN
+
+
+def _package_of(code: Any) -> str:
+    """Return the name of the package that a class, a function or the class of an object is of."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    place: str = getattr(code, "__module__", None) or type(code).__module__
+    return place.partition(".")[0]
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """Return the forward hooks that may change something."""
+    hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
+    return [hook for hook in hooks if getattr(hook, "__globals__", {}).get("__name__") != _ONLY_READS]
+
+
+def _form_of(module: nn.Module) -> list[Any]:
+    # Those of PEFT say in private which adapters are active; those of transformers say there what they have done.
+    counts = not _is_known(type(module))
+    plain = {
+        name: value
+        for name, each in vars(module).items()
+        if (counts or name[0] != "_") and name not in _NOT_COMPARED and (value := _plain(each)) is not None
+    }
+    return [_name_of_class(type(module)), plain, [_plain(hook) for hook in _hooks_of(module)]]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; `None` for one that is not plain."""
+    kind = type(value)
+    if kind in (bool, int, float, str):
+        return value
+    if kind in (list, tuple):
+        return [_plain(each) for each in value]
+    if kind is dict:
+        return {str(name): _plain(each) for name, each in value.items()}
+    if kind is torch.dtype:
+        return str(value)
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, functools.partial):
+        return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+    return None

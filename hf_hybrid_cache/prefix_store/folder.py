@@ -7,6 +7,7 @@ node or none, and an unfinished file that who comes next removes.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import warnings
@@ -112,7 +113,8 @@ class Folder:
             raise PrefixStoreFolderError(
                 path, "cannot be found: there is no home folder, or the working directory is gone. Give another path."
             ) from error
-        self._max_bytes, self._min_free_bytes, self._lock_seconds = max_bytes, min_free_bytes, lock_seconds
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
+        self._min_free_bytes, self._lock_seconds = min_free_bytes, lock_seconds
         self._require_readable = require_readable
         self._folder = self.path / _NODES
         with reported(self.path, "cannot be used as a store"):
@@ -265,12 +267,8 @@ class Folder:
         """Remove nodes until so many bytes fit; raise `PrefixStoreFullError` if that is not enough."""
         of_others, unwritten = nodes.reserved()
         free = shutil.disk_usage(self.path).free - unwritten
-        excess = num_bytes + self._min_free_bytes - free
-        if self._max_bytes is None and excess <= 0:
-            return
         used = of_others + sum(node.num_bytes for node in nodes)
-        if self._max_bytes is not None:
-            excess = max(excess, used + num_bytes - self._max_bytes)
+        excess = num_bytes + max(self._min_free_bytes - free, used - self._max_bytes)
         if excess <= 0:
             return
         going: list[Node] = []
@@ -280,7 +278,7 @@ class Folder:
             removable += node.num_bytes
             if removable >= excess and self._delete(going):
                 return
-        limit = "" if self._max_bytes is None else f" of {self._max_bytes / _GIB:.2f}"
+        limit = "" if self._max_bytes == math.inf else f" of {self._max_bytes / _GIB:.2f}"
         raise PrefixStoreFullError(
             self.path,
             f"has no room for {num_bytes / _GIB:.2f} GiB more: it has {used / _GIB:.2f}{limit} GiB, "

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -101,43 +101,34 @@ def take_over(
     """
     Fill the cache of a prompt with what is stored of it, and return that, with what its end holds; and report.
 
-    Nothing is taken if that is less than `at_least` tokens.
-
-    States that cannot be read are not used. Processes that share the cache use as many tokens: the most that all of
-    them find and can read. After an error the cache is empty.
+    Nothing is taken if that is less than `at_least` tokens. States that cannot be read are not used. Processes that
+    share the cache use as many tokens: the most that all of them find and can read. After an error the cache is empty.
     """
-    failed: set[str] = set()
     most: int | None = None
 
-    def found_now() -> tuple[Match, Reuse]:
-        """Return what is stored, of at most so many tokens; nothing if its last node is a failed one."""
-        match, reuse = find(folder, prompt, most)
-        if match.nodes and match.nodes[-1].name in failed:
-            match.close()
-            return Match(), replace(reuse, num_tokens=0)
-        return match, reuse
-
     def states_now(match: Match) -> NodeStates | None:
-        """Fill the cache; if the states cannot be read, note their last node."""
+        """Fill the cache; if the states cannot be read, those of fewer tokens are looked for next."""
+        nonlocal most
         if not match.num_tokens:
             return None
         try:
             return fill(prompt.contents, match)
         except ValueError as error:
             match.close()
-            failed.add(last := match.nodes[-1].name)
-            what = "not used"
+            most, what = match.num_tokens - 1, "not used"
             # Those that fit their checksums go, too, so that they are kept again. What cannot be changed stays.
             with contextlib.suppress(NodeNotFoundError, NodeInUseError, PrefixStoreFolderError):
                 if _removed_damaged(folder, match):
                     return None
-                folder.remove(last)
+                folder.remove(match.nodes[-1].name)
                 what = "not used, and removed"
             warnings.warn(f"States of {match.num_tokens:,} tokens are {what}: {error}", stacklevel=6)
             return None
 
     while True:
-        (match, reuse), counts = agreement.numbers(found_now, lambda found: found[0].num_tokens)
+        (match, reuse), counts = agreement.numbers(
+            partial(find, folder, prompt, most), lambda found: found[0].num_tokens
+        )
         is_used, states = False, None
         try:
             if min(counts) < max(counts):

@@ -96,7 +96,7 @@ class Request(_Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: list[str] = Field(default=[], max_length=4)
+    stop: tuple[str, ...] = Field(default=(), max_length=4)
     n: Literal[1] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     store: Literal[False] = False
@@ -106,11 +106,11 @@ class Request(_Strict):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _as_list(cls, given: Any) -> Any:
-        return [given] if isinstance(given, str) else given
+    def _as_tuple(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else given
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """The limit of the answer's tokens; `None` for the server's."""
         return self.max_tokens
 
@@ -124,15 +124,9 @@ class Request(_Strict):
         Raises:
             APIError: one is out of its range.
         """
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        names = ("temperature", "top_p", "top_k", "seed", *penalties)
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in vars(default) if (value := getattr(self, name)) not in (None, ())}
         if not given.get("temperature", default.temperature):
             given |= dict.fromkeys(("top_p", "top_k", "seed"))  # clients send these whether or not they sample
-        if self.stop:
-            given["stop"] = tuple(self.stop)
-        if self.most_tokens is not None:
-            given["max_new_tokens"] = self.most_tokens
         try:
             return replace(default, **given)
         except SettingError as error:  # whose message begins with the name of the setting
@@ -151,7 +145,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool = True
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.cli.chat_input import Typed, chat_input
+from hf_hybrid_cache.cli.chat_commands import Typed, chat_input
 
 from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, UP, Terminal
 
@@ -15,7 +15,7 @@ from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, UP, Terminal
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hf_hybrid_cache.cli.chat_input import chat_input
+from hf_hybrid_cache.cli.chat_commands import chat_input
 lines = chat_input(sys.argv[1] == "kept", lambda said: print("said", said))
 while True:
     try:

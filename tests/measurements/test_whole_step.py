@@ -21,7 +21,7 @@ from experiments.peers.llama_cpp import FORMS
 from experiments.peers.llama_process import LlamaProcess, Settings
 from experiments.peers.step_rows import over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import random_llama
 
 PROMPT = np.random.default_rng(0).integers(96, size=60).tolist()
 

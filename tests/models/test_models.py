@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
-from hf_hybrid_cache.models.loading import Loaded, fastest_dtype
-from hf_hybrid_cache.models.random_weights import random_llama
+from hf_hybrid_cache.models.loading import Loaded, fastest_dtype, random_llama
 from hf_hybrid_cache.system.user_folder import cache_home
 
 from common.programs import run_program
