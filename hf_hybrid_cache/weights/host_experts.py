@@ -120,15 +120,20 @@ def move_experts_to_host(
 
 def _let_stay(modules: Iterable[Any]) -> None:
     """Move all weights of experts to host memory, and keep them there when the model is moved."""
-    require_host_bytes(
-        sum(weight.nbytes for weight in _weights_of(modules) if not weight.is_cpu), "Experts in host memory need"
-    )
+    weights = [weight for weight in _weights_of(modules) if not isinstance(weight, QuantizedWeight)]
+    # Some are copied there, too, one after the other.
+    num_bytes = max((weight.nbytes for weight in weights if weight.is_cpu), default=0)
+    num_bytes += sum(weight.nbytes for weight in weights if not weight.is_cpu)
+    require_host_bytes(num_bytes, "Experts in host memory need")
     for module in modules:
         for name, weight in module._parameters.items():
             if isinstance(weight, QuantizedWeight):
                 weight.stays = True
             elif weight is not None:
-                module._parameters[name] = HostWeight(weight.detach().to("cpu"), requires_grad=False)
+                numbers = weight.detach().to("cpu")
+                if module.is_transposed and numbers.dim() == 3:
+                    numbers = numbers.mT.contiguous().mT  # kernels read rows
+                module._parameters[name] = HostWeight(numbers, requires_grad=False)
 
 
 def _weights_of(modules: Iterable[Any]) -> Iterable[Any]:
