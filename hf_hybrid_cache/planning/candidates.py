@@ -9,7 +9,7 @@ from enum import StrEnum
 from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import LEAST_DEVICE_TOKENS, Placement
-from ..storage import KVCodec
+from ..storage import GRANULE, KVCodec
 from .cache_cost import CacheCost, Held, cache_cost, stock_cost
 from .model_cost import ModelCost
 
@@ -24,7 +24,7 @@ BITS: Mapping[str, int | tuple[int, int] | None] = {
     "quantized-2": 2,
 }
 # Tokens of a divided layer are added in blocks; the rest of the free GPU memory is for the allocator.
-_BLOCK, _USED_SHARE = 64, 15 / 16
+_USED_SHARE = 15 / 16
 
 
 class Strategy(StrEnum):
@@ -125,7 +125,7 @@ class Candidate:
             host += weights + (0 if quantized is None else quantized.quantized_bytes)
         return Held(weights + RUNTIME_BYTES + max(cost.prefill.device + working, cost.decode.device), host)
 
-    def code(self, model: ModelCost) -> str:
+    def program(self, model: ModelCost) -> str:
         """A Python program that loads the model and generates with the cache."""
         bits, is_stock = BITS.get(self.cache), self.cache == "stock"
         options = ["config=model.config" if is_stock else "model.config"]
@@ -227,7 +227,7 @@ def cpu_candidates(model: ModelCost) -> list[Candidate]:
 
 def _with_most_tokens(model: ModelCost, candidate: Candidate, context: int, device_bytes: int) -> list[Candidate]:
     """The candidate with as many tokens of each layer on the GPU as fit; none if all do, or too few."""
-    sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + _BLOCK, _BLOCK)
+    sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + GRANULE, GRANULE)
 
     def needed(size: int) -> int:
         each = replace(candidate, device_tokens=size)

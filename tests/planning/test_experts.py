@@ -143,7 +143,7 @@ def test_experts_are_on_the_host_where_only_all_else_fits_the_gpu():
 def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
     model = cost_of("olmoe")
     for candidate in expert_candidates(model, 512, 2**40):
-        lines = candidate.code(model).splitlines()
+        lines = candidate.program(model).splitlines()
         loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
         quantized = f"quantization_config=QuantizedWeightsConfig(bits={candidate.weights}, only_experts=True)"
         assert 'device_map="cpu"' in lines[loaded]
