@@ -62,7 +62,7 @@ class Report:
             "alternatives": [asdict(each) for each in self.chosen[1:]],
             "plans": [asdict(each) for each in self.plans],
         }
-        if (experts := self.cost.experts).layers:
+        if (experts := self.cost.experts).num_bytes:
             shown["experts"] = {"total_bytes": experts.total_bytes()}
         out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
 
@@ -83,7 +83,8 @@ class Report:
         strategies = {each.strategy for each in shown}
         legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
         _say(
-            out, "\n".join(["W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + ".", *legend, ""])
+            out,
+            "\n".join(["W: bits of a weight" + ", of experts" * bool(self.cost.experts.num_bytes) + ".", *legend, ""]),
         )
         _say(out, _filled(" ".join(self._remarks())))
 
@@ -138,7 +139,7 @@ class Report:
             f"are there. Weights take {weights} GiB, a chunk of {cost.chunk:,} tokens of the prompt {working}, the "
             f"process {runtime} of each memory. Caches take within 3% of what is said."
         ]
-        if (experts := cost.experts).layers:
+        if (experts := cost.experts).num_bytes:
             others = _gibibytes(cost.without_experts().weight_bytes)
             remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
         if cost.continuations > 1:

@@ -1,4 +1,4 @@
-"""The caches to choose from: the code that makes each, and the memory that a model with it needs."""
+"""The caches to choose from: the code that makes each, the memory that a model with it needs, and that of a machine."""
 
 import json
 from bisect import bisect_right
@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import torch
+
 from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import LEAST_DEVICE_TOKENS, Placement
-from ..storage import GRANULE, KVCodec
+from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from ..storage import GRANULE, KVCodec, available_host_bytes
 from .cache_cost import CacheCost, Held, cache_cost, stock_cost
 from .model_cost import ModelCost
 
@@ -208,7 +211,7 @@ def expert_candidates(model: ModelCost, context: int, device_bytes: int) -> list
     The order is that of `gpu_candidates`, first with experts as they are, then with quantized experts. The list is
     empty for a model without experts.
     """
-    if not model.experts.layers:
+    if not model.experts.num_bytes:
         return []
     found = gpu_candidates(model.without_experts(), context, device_bytes)
     chosen = [each for each in found if each.strategy != Strategy.CPU_DECODE]
@@ -236,3 +239,45 @@ def _with_most_tokens(model: ModelCost, candidate: Candidate, context: int, devi
     room = (least := needed(sizes[0])) + _USED_SHARE * (device_bytes - least)
     number = bisect_right(sizes, False, key=lambda size: needed(size) > room)
     return [replace(candidate, device_tokens=sizes[number - 1])] if 0 < number < len(sizes) else []
+
+
+@dataclass(frozen=True)
+class Machine:
+    """
+    The memory that a plan may use.
+
+    Attributes:
+        device_bytes: GPU memory; 0 for no GPU.
+        host_bytes: host memory.
+    """
+
+    device_bytes: int
+    host_bytes: int
+
+
+def this_machine(device_bytes: int | None = None, host_bytes: int | None = None) -> Machine:
+    """
+    Describe this machine.
+
+    Args:
+        device_bytes: GPU memory that a plan may use; `None` for the memory that is free now.
+        host_bytes: host memory that a plan may use; `None` for the memory that is free now.
+    """
+    device_bytes = _free_device_bytes() if device_bytes is None else device_bytes
+    return Machine(device_bytes, available_host_bytes() if host_bytes is None else host_bytes)
+
+
+def default_chunk(on_gpu: bool) -> int:
+    """The default `prefill_chunk_size`: on a GPU few tokens, to save memory; on a CPU the fastest number."""
+    return 512 if on_gpu else PREFILL_CHUNK_SIZE
+
+
+def _free_device_bytes() -> int:
+    """Free bytes on the current accelerator, torch's reserve included; 0 without one, or if it does not say."""
+    if not torch.accelerator.is_available():
+        return 0
+    try:
+        free, _ = torch.accelerator.get_memory_info()
+    except RuntimeError:
+        return 0
+    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()

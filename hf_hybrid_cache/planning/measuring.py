@@ -28,8 +28,7 @@ from ..decode_step import fuse_where_known
 from ..errors import HybridCacheError
 from ..storage import KVShape
 from ..weights import Width, move_experts_to_host, quantize_weights
-from .candidates import Candidate, Strategy
-from .machine import this_machine
+from .candidates import Candidate, Strategy, this_machine
 from .model_cost import ModelCost, model_on_meta
 
 # Weights of so many bytes do not stay in the processor's caches from one step to the next.

@@ -10,7 +10,7 @@ import functools
 import pickle
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,39 +53,22 @@ class QuantizedWeights:
 
 
 @dataclass(frozen=True)
-class LayerExperts:
-    """
-    The experts of one layer.
-
-    Attributes:
-        count: number of experts.
-        num_bytes: of the matrices of all experts by the bits of a weight; `None` for matrices as they are. Biases
-            count with the model's other weights.
-    """
-
-    count: int
-    num_bytes: Mapping[int | None, int]
-
-
-@dataclass(frozen=True)
 class ExpertsCost:
     """
     The cost of all experts of a model.
 
     Attributes:
-        layers: the layers with experts; empty for a dense model.
+        num_bytes: of their matrices by the bits of a weight; `None` for matrices as they are. Biases count with the
+            model's other weights. Empty for a dense model.
+        largest_bytes: of the largest expert, not quantized.
     """
 
-    layers: tuple[LayerExperts, ...] = ()
+    num_bytes: Mapping[int | None, int] = field(default_factory=dict)
+    largest_bytes: int = 0
 
     def total_bytes(self, bits: int | None = None) -> int:
         """Bytes of all experts of all layers in so many bits; `None` for experts as they are."""
-        return sum(layer.num_bytes[bits] for layer in self.layers)
-
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest expert, not quantized."""
-        return max((layer.num_bytes[None] // layer.count for layer in self.layers), default=0)
+        return self.num_bytes.get(bits, 0)
 
 
 @dataclass(frozen=True)
@@ -236,7 +219,7 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
-        experts = _experts_of_layers(model)
+        experts = _experts_of(model)
         quantized = {bits: _quantized(model, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -282,21 +265,23 @@ def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
     )
 
 
-def _experts_of_layers(model: PreTrainedModel) -> ExpertsCost:
-    """The cost of each layer's experts."""
+def _experts_of(model: PreTrainedModel) -> ExpertsCost:
+    """The cost of a model's experts."""
     of_layers = [matrices for module in model.modules() if (matrices := _matrices(module))]
-    covered = {id(each.parameter): each for each in coverage(model)[0]} if of_layers else {}
-    found = []
-    for matrices in of_layers:
-        num_bytes: dict[int | None, int] = {None: sum(matrix.nbytes for matrix in matrices)}
-        for bits in WEIGHT_BITS:
-            # Matrices that are too small to be quantized count as they are.
-            num_bytes[bits] = sum(
-                covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
-                for matrix in matrices
-            )
-        found.append(LayerExperts(len(matrices[0]), num_bytes))
-    return ExpertsCost(tuple(found))
+    if not of_layers:
+        return ExpertsCost()
+    covered = {id(each.parameter): each for each in coverage(model)[0]}
+    sizes = [sum(matrix.nbytes for matrix in matrices) for matrices in of_layers]
+    num_bytes: dict[int | None, int] = {None: sum(sizes)}
+    for bits in WEIGHT_BITS:
+        # Matrices that are too small to be quantized count as they are.
+        num_bytes[bits] = sum(
+            covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
+            for matrices in of_layers
+            for matrix in matrices
+        )
+    largest = max(size // len(matrices[0]) for size, matrices in zip(sizes, of_layers, strict=True))
+    return ExpertsCost(num_bytes, largest)
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:

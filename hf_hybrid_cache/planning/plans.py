@@ -13,8 +13,17 @@ from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
 from ..system.byte_sizes import parse_bytes, parse_tokens
-from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
-from .machine import Machine, this_machine
+from .candidates import (
+    BITS,
+    RUNTIME_BYTES,
+    Candidate,
+    Machine,
+    Strategy,
+    cpu_candidates,
+    expert_candidates,
+    gpu_candidates,
+    this_machine,
+)
 from .measuring import Measured, measure
 from .model_cost import ModelCost, model_cost
 
