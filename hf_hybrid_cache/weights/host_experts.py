@@ -52,8 +52,8 @@ def move_experts_to_host(
     A kernel reads only the experts that a token has chosen, one call for a layer. In a prompt, torch multiplies the
     experts that many tokens have chosen.
 
-    Weights whose columns come before rows in memory (gpt-oss) are laid out anew, one after the other, unless the change is
-    temporary: then torch multiplies them.
+    Weights whose columns come before rows in memory (gpt-oss) are laid out anew, one after the other, unless the change
+    is temporary: then torch multiplies them.
 
     By default the change is permanent, and the rest of the model may be on any device: `model.to(device)` leaves the
     experts where they are. With the rest on an accelerator, only activations cross the bus while few tokens are
