@@ -176,6 +176,7 @@ class StoredAttention:
     def reset(self) -> None:
         """Forget that something needed the states, and give back the memory that attention works in."""
         self._host.reset()
+        self.products.clear()
         self.is_declined = self._has_warned = self._has_attended = False
 
 
