@@ -8,7 +8,6 @@ Any other operation on it gets the real states, so that every other implementati
 torch or transformers is patched.
 """
 
-import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
-from ..codecs import as_written
 from ..graph_breaks import outside_of_graphs
-from ..storage import AnyStore, HostBlocks, Pair
+from ..storage import AnyStore, Pair
 from .quantized_attention import QuantizedAttention
 from .queries import Queries, covers
 from .scores import Product, Scores, StaleHandleError, scores_of
@@ -35,30 +33,13 @@ class LayerView:
     Args:
         store: of the layer.
         attention: that the handles stand for.
-        chunk: the first tokens as they came, if they are attended to in full precision.
+        tokens: the store that is attended to: the layer's, or one of its first tokens as they came.
     """
 
-    def __init__(
-        self,
-        store: AnyStore,
-        attention: StoredAttention | QuantizedAttention,
-        chunk: HostBlocks | None = None,
-    ):
-        self.attention, self.chunk, self.shape = attention, chunk, store.shape
+    def __init__(self, store: AnyStore, attention: StoredAttention | QuantizedAttention, tokens: AnyStore):
+        self.attention, self.tokens, self.shape = attention, tokens, store.shape
         self._store, self._version = store, store.version
         self._states: Pair | None = None
-        self._products: list[weakref.ref[Product]] = []
-
-    def note(self, product: Product) -> None:
-        """Note a product of queries with the keys."""
-        self._products.append(weakref.ref(product))
-
-    def before_change(self) -> None:
-        """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
-        for each in self._products:
-            product = each()
-            if product is not None:
-                product.compute("output_attentions")
 
     @property
     def store(self) -> AnyStore:
@@ -75,13 +56,19 @@ class LayerView:
             )
         return self._store
 
+    def attend(self, queries: Queries) -> torch.Tensor:
+        """Return attention of queries, which the store may need to choose a codec."""
+        store = self.store
+        if store.wants_queries:
+            store.observe(queries.states)
+        return self.attention(queries, self.tokens)
+
     def states(self, what: str) -> Pair:
         """Return the real keys and values, which `what` reads, on the device of the model, brought once for both."""
-        store, chunk = self.store, self.chunk
+        store = self.store
         if self._states is None:
             self.attention.decline(what, store.num_tokens)
-            # The store may have quantized what a first chunk has as it came.
-            keys, values = store.read() if chunk is None else chunk.read()
+            keys, values = self.tokens.read()
             self._states = (observed(keys, store.observe) if store.wants_queries else keys), values
         return self._states
 
@@ -165,12 +152,10 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: AnyStore,
-    attention: StoredAttention | QuantizedAttention,
-    chunk: HostBlocks | None = None,
+    store: AnyStore, attention: StoredAttention | QuantizedAttention, tokens: AnyStore | None = None
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
-    layer, shape = LayerView(store, attention, chunk), store.shape
+    layer, shape = LayerView(store, attention, store if tokens is None else tokens), store.shape
     batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_tokens
     return (
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
@@ -200,7 +185,7 @@ def _attend(
     layer, sizes, shape = key.layer, query.shape, key._shape
     if layer is not value.layer or len(sizes) != 4 or len(shape) != 4:
         return None
-    store, states, chunk = layer.store, layer.shape, layer.chunk
+    states = layer.shape
     batch, query_heads, length, query_dim = sizes
     kv_batch, heads, tokens, head_dim = shape
     fits = (
@@ -220,11 +205,10 @@ def _attend(
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if is_causal:
         is_prompt = attn_mask is None and length == tokens
-        if not is_prompt or (chunk is None and not layer.attention.takes_prompts(store)):
+        if not is_prompt or not layer.attention.takes_prompts(layer.tokens):
             return None
     queries = Queries(query, query_heads // states.num_kv_heads, scale, attn_mask, is_causal)
-    with as_written(query.device):
-        return layer.attention(queries, store, chunk)
+    return layer.attend(queries)
 
 
 def _scores(query: object, keys: object) -> Scores | None:
@@ -253,11 +237,10 @@ def _scores(query: object, keys: object) -> Scores | None:
             return None
         if queries.mask is not None and queries.mask.dtype != torch.bool:
             queries = queries._replace(mask=attention.simplified(queries.mask))
-        with as_written(query.device):
-            return attention(queries, layer.store, layer.chunk).to(dtype)
+        return layer.attend(queries).to(dtype)
 
     product = Product(attend)
-    layer.note(product)
+    attention.products.add(product)
     queries = Queries(query, heads // states.num_kv_heads, 1.0)
     return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.states(what))
 

@@ -33,7 +33,6 @@ from ..storage import (
     can_page_lock,
     kernel_element,
 )
-from .merging import PartialAttention
 from .queries import (
     MadeOfMasks,
     MaskArrays,
@@ -44,7 +43,7 @@ from .queries import (
     mask_arrays,
     seen_ranges,
 )
-from .torch_attention import attend_in_pieces, attend_to_prompt
+from .torch_attention import PartialAttention, attend_in_pieces, attend_to_prompt
 
 # With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
 MAX_QUERIES = 64
@@ -185,15 +184,6 @@ class HostAttention:
         future = running[-1]
         return result
 
-    def attend_to_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> torch.Tensor:
-        """Attend to a sequence's first tokens as they came, in full precision, while the store quantizes them."""
-        return self._attend_to(queries, _blocks_of_chunk(store, chunk), queries.states.dtype)[0]
-
-    def partial_of_chunk(self, queries: Queries, store: Store, chunk: HostBlocks) -> PartialAttention:
-        """Do the same, with the log-sum-exp."""
-        out, lse = self._attend_to(queries, _blocks_of_chunk(store, chunk), torch.float32)
-        return PartialAttention(out, torch.tensor(lse))
-
     def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
         query = queries.states
@@ -255,14 +245,6 @@ class HostAttention:
         return SeenTokens(ranges, *self._arrays_of(queries.mask)) if are_too_wide else SeenTokens(ranges)
 
 
-def _blocks_of_chunk(store: Store, chunk: HostBlocks) -> StoredBlocks:
-    """Return a record of a store's first tokens as they came."""
-    blocks = StoredBlocks()
-    blocks.write(*chunk.arrays(), store.shape.num_kv_heads, store.shape.value_dim)
-    blocks.count(chunk.num_entries)
-    return blocks
-
-
 def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
     """
     Return the record of a store's tokens in host memory, once all are there.
@@ -273,7 +255,9 @@ def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
         store: that has them.
         num_elsewhere: tokens to leave out, because they are attended to elsewhere.
     """
-    store.wait_until_stored()
+    if store.streamed is not None:
+        for run in store.runs:
+            run.wait_until_stored()
     place, blocks = place_of(store, num_elsewhere), store.blocks
     if blocks is None:
         blocks = store.blocks = StoredBlocks()
@@ -303,7 +287,8 @@ def place_of(store: Store, num_elsewhere: int = 0) -> tuple[object, ...]:
     place = ref(dense.keys.held), ref(dense.values.held)
     if packed is None or not (num_blocks := packed.num_entries - num_elsewhere // GRANULE):
         return place
-    return *place, ref(packed.keys.held), ref(packed.values.held), store.codec, num_blocks
+    # The codec of a store with packed blocks stays.
+    return *place, ref(packed.keys.held), ref(packed.values.held), num_blocks
 
 
 def _strided(states: torch.Tensor) -> Strided:

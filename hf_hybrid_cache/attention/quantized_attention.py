@@ -6,7 +6,7 @@ import torch
 
 from ..codecs import as_written, folded_codecs, is_foldable, map_to_states
 from ..device_kernels import LONGEST_HEAD, Codes, attend_in_splits, merged, runs_on
-from ..storage import AnyStore, HostBlocks, KVCodec, KVShape, Store
+from ..storage import AnyStore, KVCodec, KVShape, Store
 from .queries import Queries
 
 
@@ -36,17 +36,15 @@ class QuantizedAttention:
         """Return false, because the states of a prompt are there in full precision."""
         return False
 
-    def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
+    def __call__(self, queries: Queries, store: AnyStore) -> torch.Tensor:
         """
         Attend to all tokens of `store`, which are on the device of the queries.
 
-        Arguments and result are those of `StoredAttention`; there is no chunk, and queries are not causal.
+        Arguments and result are those of `StoredAttention`; queries are not causal.
         """
         assert isinstance(store, Store)
         assert not queries.are_causal
         query, shape, rows = queries.states, store.shape, queries.rows()
-        if store.wants_queries:
-            store.observe(query)
         assert store.packed is not None
         assert store.codec is not None
         (keys, values), packed = store.dense.read(), store.packed.read()

@@ -2,16 +2,18 @@
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
+from torch.nn.functional import pad
 
 from ..storage import (
+    MARK_SIZE,
     AnyStore,
     CacheStats,
-    HostBlocks,
     OneSequence,
     Shard,
     ShardedStore,
@@ -19,14 +21,15 @@ from ..storage import (
     SplitStore,
     Store,
 )
-from .host_attention import HostAttention, has_kernel_for_many
-from .merging import PartialAttention, merged, merged_out
+from .host_attention import MAX_QUERIES, HostAttention, has_kernel_for_many
 from .queries import MadeOfMasks, Queries, folded, folded_mask, simplified, unfolded
-from .sharded_attention import attend_to_shards
-from .torch_attention import attend_to_states
+from .scores import Product
+from .torch_attention import PartialAttention, attend_to_states, has_lse, merged, merged_at_once, merged_out
 
 # Attends to some tokens of a layer; computation on the device may wait for the bus from then on.
 _Part = Callable[[], PartialAttention]
+# Cost of a round of messages, in bytes that could be sent meanwhile: 50 us at 10 Gbit/s.
+_WORTH_A_ROUND = 2**16
 
 
 class StoredAttention:
@@ -39,6 +42,7 @@ class StoredAttention:
 
     Attributes:
         is_declined: something else reads the states, so that they are better kept as tensors.
+        products: of queries and keys, whose scores somebody has.
     """
 
     def __init__(self, stats: CacheStats, is_asked_for: bool):
@@ -48,6 +52,7 @@ class StoredAttention:
         self._host = HostAttention(stats)
         self._prefix_masks, self._own_masks = MadeOfMasks(folded_mask), MadeOfMasks(_columns_of)
         self._simplified = MadeOfMasks(simplified)
+        self.products: weakref.WeakSet[Product] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
         twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
@@ -60,11 +65,17 @@ class StoredAttention:
         """Bytes of the host memory that attention works in."""
         return self._host.num_bytes
 
-    def takes_prompts(self, store: AnyStore) -> bool:
+    def compute_kept(self) -> None:
+        """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
+        for product in tuple(self.products):
+            product.compute("output_attentions")
+        self.products.clear()
+
+    def takes_prompts(self, store: AnyStore, as_they_came: bool = False) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
             isinstance(store, Store)
-            and store.packed is None
+            and (as_they_came or store.packed is None)
             and store.is_in_host_blocks
             and store.shape.device.type == "cpu"
             and has_kernel_for_many(store.shape)
@@ -74,32 +85,26 @@ class StoredAttention:
         """Return a mask that is added to scores as one of the tokens that are seen, if it says no more."""
         return self._simplified.of(mask)
 
-    def __call__(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None = None) -> torch.Tensor:
+    def __call__(self, queries: Queries, store: AnyStore) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
 
         Args:
-            queries: on any device; causal ones only for a store that `takes_prompts`, or with a chunk.
+            queries: on any device; causal ones only for a store that `takes_prompts`.
             store: its keys and values share batch and head_dim with the queries.
-            chunk: the first tokens as they came, which their own queries attend to.
 
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the queries' type, on their device.
         """
         self._has_attended = True
         query, mask = queries.states, queries.mask
-        if store.wants_queries:
-            store.observe(query)
         if queries.sinks is None:
-            if chunk is not None:
-                assert isinstance(store, Store)
-                return self._host.attend_to_chunk(queries, store, chunk)
             whole = _in_one_place(store)
             if whole is not None:
                 return self._host.attend(queries, whole)
         running: list[Future] = []
         try:
-            parts = self._parts(queries._replace(sinks=None), store, chunk, running)
+            parts = self._parts(queries._replace(sinks=None), store, running)
             if queries.sinks is not None:
                 parts.append(partial(_of_sinks, queries.sinks))
             total = None
@@ -111,14 +116,11 @@ class StoredAttention:
         finally:
             wait(running)
 
-    def _parts(self, queries: Queries, store: AnyStore, chunk: HostBlocks | None, running: list[Future]) -> list[_Part]:
+    def _parts(self, queries: Queries, store: AnyStore, running: list[Future]) -> list[_Part]:
         """List the parts of a layer; all processes of a group are one."""
-        if chunk is not None:
-            assert isinstance(store, Store)
-            return [partial(self._host.partial_of_chunk, queries, store, chunk)]
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if queries.mask is None else self._own_masks.of(queries.mask, store.shard)
-            return [partial(attend_to_shards, queries._replace(mask=own), store, self._host)]
+            return [partial(_attend_to_shards, queries._replace(mask=own), store, self._host)]
         if isinstance(store, SharedPrefix):
             return self._parts_of_continuations(queries, store, running)
         return _parts_of(queries, store, self._host, running)
@@ -174,6 +176,7 @@ class StoredAttention:
     def reset(self) -> None:
         """Forget that something needed the states, and give back the memory that attention works in."""
         self._host.reset()
+        self.products.clear()
         self.is_declined = self._has_warned = self._has_attended = False
 
 
@@ -221,3 +224,63 @@ def _unfolded(part: _Part, continuations: int) -> PartialAttention:
 def _columns_of(mask: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return the columns of a mask for the tokens of a shard, in host memory."""
     return mask.cpu().index_select(-1, shard.positions(0, mask.shape[-1]))
+
+
+def _attend_to_shards(queries: Queries, store: ShardedStore, host: HostAttention) -> PartialAttention:
+    """
+    Attend to all tokens of a sequence whose blocks are distributed over processes. All of them call this at once.
+
+    With few numbers, every process sends its own to all others, and all merge them: one round. With many, each process
+    merges some of the rows and sends the merged ones to the others: two rounds. All get the same bits.
+
+    The mask is that of the own shard, in host memory.
+
+    Raises:
+        LostProcessError: another process has ended, or does not answer.
+        OutOfStepError: it computes something else.
+    """
+    query, peers = queries.states, store.peers
+    shape, width = query.shape[:3], store.shape.value_dim + 1
+    message = torch.empty(shape.numel() * width + MARK_SIZE)
+    rows, mark = message[:-MARK_SIZE].view(*shape, width), message[-MARK_SIZE:]
+    own = PartialAttention(rows[..., :-1], rows[..., -1])
+    _attend_to_own(queries._replace(states=query.cpu()), store, host, own)
+    mark.copy_(torch.tensor(store.mark()))
+    sent_too_often = (peers.size - 1) * message.nbytes * (1 - 2 / peers.size)
+    if sent_too_often < _WORTH_A_ROUND:
+        all_rows = _merged(store, peers.exchange(message), width)
+    else:
+        of_each = -(-shape.numel() // peers.size)
+        padded = pad(rows.view(-1, width), (0, 0, 0, of_each * peers.size - shape.numel()))
+        heard = peers.trade(torch.cat([padded.view(peers.size, -1), mark.expand(peers.size, -1)], dim=1))
+        all_rows = peers.exchange(_merged(store, heard, width)).flatten(0, 1)[: shape.numel()]
+    all_rows = all_rows.view(*shape, width).to(query.device)
+    return PartialAttention(all_rows[..., :-1], all_rows[..., -1])
+
+
+def _attend_to_own(queries: Queries, store: ShardedStore, host: HostAttention, written: PartialAttention) -> None:
+    """Write the partial result of the own shard."""
+    query, mask = queries.states, queries.mask
+    length = at_once = query.shape[2]
+    if not store.own_tokens:
+        written.out.zero_()
+        written.lse.fill_(-torch.inf)
+        return
+    if length > MAX_QUERIES and not (has_kernel_for_many(store.shape) or has_lse(store.shape, mask)):
+        at_once = MAX_QUERIES
+    cut = store.shard.tokens(max(0, store.num_tokens - length))
+    for start in range(0, length, at_once):
+        some = slice(start, start + at_once)
+        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, some]
+        out, lse = host.partial(queries._replace(states=query[:, :, some], mask=seen), store, cut)
+        written.out[:, :, some].copy_(out)
+        written.lse[:, :, some].copy_(lse)
+
+
+def _merged(store: ShardedStore, heard: torch.Tensor, width: int) -> torch.Tensor:
+    """Merge the messages of all processes, `[size, rows and mark]`, to rows `[rows, width]`."""
+    store.require_same(heard[:, -MARK_SIZE:].tolist())
+    rows = heard[:, :-MARK_SIZE].unflatten(1, (-1, width))
+    # In the order of ranks.
+    out, lse = merged_at_once(rows[..., :-1], rows[..., -1])
+    return torch.cat([out, lse.unsqueeze(-1)], dim=-1)

@@ -1,12 +1,18 @@
-"""Attention by torch, with the lse of each row: to states on its device, and to blocks, taken apart piece by piece."""
+"""
+Partial attention to some tokens of a sequence: by torch, with the lse of each row, and merged into attention to all.
+
+The output for some tokens and its lse (log-sum-exp of the scores) are all that merging needs (Dao et al., 2022,
+https://arxiv.org/abs/2205.14135).
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from ..codecs import as_written
 from ..storage import KVShape, Pair, Store
-from .merging import PartialAttention, merged, widest
 from .queries import Queries
 
 # Tokens of a piece: enough for torch to be fast, and few enough for their copy to stay in the processor's caches.
@@ -19,26 +25,72 @@ _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
+class PartialAttention(NamedTuple):
+    """
+    The result of attention to some of the tokens.
+
+    Attributes:
+        out: `[batch, heads, rows, head_dim]`, softmax of the scores of these tokens times their values.
+        lse: float32, or float64, `[batch, heads, rows]`, natural log of the sum of the exponentials of these scores;
+            minus infinity where none of the tokens is seen.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def widest(*tensors: torch.Tensor) -> torch.dtype:
+    """Return float64 if one of the tensors is float64, else float32."""
+    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+
+
+def merged(first: PartialAttention | None, last: PartialAttention) -> PartialAttention:
+    """Merge two partial results; the last one is all if there is no first one."""
+    if first is None:
+        return last
+    return PartialAttention(merged_out(first, last), torch.logaddexp(first.lse, last.lse))
+
+
+def merged_out(first: PartialAttention, last: PartialAttention, is_masked: bool = True) -> torch.Tensor:
+    """
+    Return the output of two partial results, in memory of its own.
+
+    Without masks each row sees tokens of both, and one operation less is needed: each counts where attention has just
+    used all caches of the processor.
+    """
+    weight = torch.sigmoid(last.lse - first.lse)
+    if is_masked:
+        weight.masked_fill_(last.lse.isneginf(), 0)
+    dtype = widest(first.out, last.out)
+    return torch.lerp(first.out.to(dtype), last.out.to(dtype), weight.unsqueeze(-1).to(dtype))
+
+
+def merged_at_once(outs: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
+    """Merge partial results `[results, ..., head_dim]` and `[results, ...]`; zeros where no token is seen."""
+    # If no token is seen, the weights do not matter: all outputs are zero.
+    weights = lse.clamp_min(_LOWEST).softmax(dim=0)
+    return PartialAttention((outs * weights.unsqueeze(-1)).sum(dim=0), lse.logsumexp(dim=0))
+
+
 def attend_to_states(queries: Queries, read: Callable[[], Pair]) -> PartialAttention:
     """
     Attend to the states that `read` returns, at least one token on the device of the queries.
 
     Query heads that share a KV head are seen as more queries of one head, so that what is stored is read once.
     """
-    keys, values = read()
-    seen = None if queries.mask is None else _rows_of_mask(queries, queries.mask)
-    return _of_heads(queries, attend_by_torch(queries.rows(), keys, values, seen, queries.scale, queries.cap))
+    rows = queries._replace(states=queries.rows(), mask=_rows_of_mask(queries, queries.mask))
+    return _of_heads(queries, attend_by_torch(rows, *read()))
 
 
 def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> PartialAttention:
     """Attend to a store piece by piece; the mask hides tokens from `first_of_chunk` on."""
-    rows, total = queries.rows(), None
+    rows, total = queries._replace(states=queries.rows()), None
     for start, (keys, values) in store.in_pieces(PIECE_TOKENS, first_of_chunk):
-        seen = None if queries.mask is None else queries.mask[..., start : start + keys.shape[2]]
-        if seen is not None:
-            hides = seen.dtype != torch.bool or not seen.all()
-            seen = _rows_of_mask(queries, seen) if hides else None
-        total = merged(total, attend_by_torch(rows, keys, values, seen, queries.scale, queries.cap))
+        seen = queries.of_tokens((start, start + keys.shape[2])).mask
+        if seen is not None and seen.dtype == torch.bool and seen.all():
+            seen = None
+        rows = rows._replace(mask=_rows_of_mask(queries, seen))
+        total = merged(total, attend_by_torch(rows, keys, values))
     assert total is not None
     return _of_heads(queries, total)
 
@@ -49,7 +101,8 @@ def attend_to_prompt(queries: Queries, store: Store) -> torch.Tensor:
     if has_lse(store.shape, mask) or queries.cap is not None:
         return attend_in_pieces(queries, store, store.own_tokens - query.shape[2]).out.to(query.dtype)
     keys, values = (states.repeat_interleave(queries.group, dim=1) for states in store.read())
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
+    with as_written(query.device):
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
 
 
 def has_lse(shape: KVShape, mask: torch.Tensor | None) -> bool:
@@ -57,8 +110,10 @@ def has_lse(shape: KVShape, mask: torch.Tensor | None) -> bool:
     return shape.key_dim == shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
-def _rows_of_mask(queries: Queries, mask: torch.Tensor) -> torch.Tensor:
+def _rows_of_mask(queries: Queries, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return a mask of queries as one of their rows."""
+    if mask is None:
+        return None
     _, heads, length, _ = queries.states.shape
     group = queries.group
     if mask.shape[1] == 1:
@@ -72,48 +127,34 @@ def _of_heads(queries: Queries, rows: PartialAttention) -> PartialAttention:
     return PartialAttention(rows.out.reshape(*shape, -1), rows.lse.reshape(shape))
 
 
-def attend_by_torch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    cap: float | None = None,
-) -> PartialAttention:
+def attend_by_torch(rows: Queries, keys: torch.Tensor, values: torch.Tensor) -> PartialAttention:
     """
     Attend to keys and values, at least one token, on the device that they are on; types may differ, as under autocast.
 
-    All are `[batch, heads, rows or tokens, dim]`, and the mask is `[batch, heads, rows, tokens]`, as that of `Queries`.
-    Results have the query's type or float32, or float64 if any argument has it.
+    All are `[batch, heads, rows or tokens, dim]`, and the mask is `[batch, heads, rows, tokens]`. Results have the
+    query's type or float32, or float64 if any argument has it.
     """
-    if cap is not None:
-        return attend_plainly(query, keys, values, mask, scale, cap)
-    key_dim, value_dim = keys.shape[3], values.shape[3]
-    has_one_type = query.dtype == keys.dtype == values.dtype
-    if query.is_cpu and key_dim == value_dim and has_one_type:
-        return _attend_on_cpu(query, keys, values, mask, scale)
+    query, mask, key_dim = rows.states, rows.mask, keys.shape[3]
+    fits = rows.cap is None and query.dtype == keys.dtype == values.dtype and key_dim == values.shape[3]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.is_cuda and is_half and has_one_type and key_dim == value_dim <= _LONGEST_FLASH_HEAD and mask is None:
-        return _attend_on_cuda(query, keys, values, scale)
-    return attend_plainly(query, keys, values, mask, scale)
+    with as_written(query.device):
+        if fits and query.is_cpu:
+            return _attend_on_cpu(query, keys, values, mask, rows.scale)
+        if fits and query.is_cuda and is_half and key_dim <= _LONGEST_FLASH_HEAD and mask is None:
+            return _attend_on_cuda(query, keys, values, rows.scale)
+        return attend_plainly(rows, keys, values)
 
 
-def attend_plainly(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    cap: float | None = None,
-) -> PartialAttention:
+def attend_plainly(rows: Queries, keys: torch.Tensor, values: torch.Tensor) -> PartialAttention:
     """Attend by plain products in float32 or float64, for any device, types, width, mask and soft cap."""
+    query, mask, scale, cap = rows.states, rows.mask, rows.scale, rows.cap
     dtype = widest(query, keys, values)
-    rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
+    query = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
     total = None
     at_once = max(64, min(_PLAIN_TOKENS, _PLAIN_SCORES // max(1, query.shape[:3].numel())))
     for start in range(0, keys.shape[2], at_once):
         tokens = slice(start, start + at_once)
-        scores = rows @ keys[:, :, tokens].to(dtype).mT
+        scores = query @ keys[:, :, tokens].to(dtype).mT
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         if mask is not None:

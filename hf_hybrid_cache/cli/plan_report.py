@@ -63,7 +63,7 @@ class Report:
             "alternatives": [asdict(each) for each in self.chosen[1:]],
             "plans": [asdict(each) for each in self.plans],
         }
-        if (experts := self.cost.experts).layers:
+        if (experts := self.cost.experts).num_bytes:
             shown["experts"] = {"total_bytes": experts.total_bytes()}
         print_json(out, shown)
 
@@ -80,7 +80,7 @@ class Report:
                 out.print(_table(rows, 8 * self.cost.dtype.itemsize))
         strategies = {each.strategy for each in shown}
         legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
-        bits = "W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + "."
+        bits = "W: bits of a weight" + ", of experts" * bool(self.cost.experts.num_bytes) + "."
         write(out, "\n".join([bits, *legend, "", _filled(" ".join(self._remarks())), ""]))
 
     def _recommendations(self) -> Iterator[str]:
@@ -133,7 +133,7 @@ class Report:
             f"are there. Weights take {weights} GiB, a chunk of {cost.chunk:,} tokens of the prompt {working}, the "
             f"process {runtime} of each memory. Caches take within 3% of what is said."
         ]
-        if (experts := cost.experts).layers:
+        if (experts := cost.experts).num_bytes:
             others = _gibibytes(cost.without_experts().weight_bytes)
             remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
         if cost.continuations > 1:

@@ -6,6 +6,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from ..storage import GRANULE
+
 
 @dataclass(frozen=True, eq=False)
 class ChannelScaling:
@@ -107,7 +109,7 @@ def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> 
     Returns:
         float32 `[num_kv_heads, head_dim]`, at most 1.
     """
-    blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, _BLOCK))
+    blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, GRANULE))
     # `torch.var_mean` takes fifteen times as long along an axis that is not contiguous.
     mean_squares = blocks.mean(dim=3).square().mean(dim=(0, 2))
     squares = (blocks.square().mean(dim=(0, 2, 3)) - mean_squares).clamp_min(0)
@@ -170,7 +172,6 @@ def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
     return ((axes * scales.unsqueeze(1)) @ axes.mT).float()
 
 
-_BLOCK = 64
 # The share of rounding to bfloat16, with ranges of four to five standard deviations.
 _ROUNDED_SHARE = 1e-6
 _LEAST_SHARE = 1e-8

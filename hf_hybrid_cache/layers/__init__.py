@@ -2,19 +2,16 @@
 
 from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
 from .hybrid_layer import HybridLayer, checked_removal
-from .layer_cost import HOST, LayerCost
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .options import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .stock_layers import batch_of, copy_of, follow, forget_states_of, move_tensors_of, num_sequences_of, tensors_of
 
 __all__ = [
-    "HOST",
     "LEAST_DEVICE_TOKENS",
     "MOST_HELD_BYTES",
     "DeviceMemoryError",
     "HybridLayer",
     "IncompleteCacheError",
-    "LayerCost",
     "LayerStores",
     "NoCheckpointError",
     "Placement",

@@ -1,6 +1,5 @@
 """One full-attention layer of a hybrid cache."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
@@ -9,18 +8,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import (
-    LayerView,
     QuantizedAttention,
     StoredAttention,
     handles_of,
-    has_kernel_for_many,
     observed,
 )
 from ..kernels import compile_in_background
 from ..storage import (
     GRANULE,
     AnyStore,
-    HostBlocks,
     KVShape,
     OneSequence,
     Pair,
@@ -35,7 +31,7 @@ from .layer_stores import LayerStores, Place
 from .lent_states import LentStates
 
 # Largest number of tokens that assisted decoding checks at once.
-_FEW_TOKENS = 16
+_MOST_DRAFTED = 16
 
 
 class HybridLayer(CacheLayerMixin):
@@ -63,7 +59,6 @@ class HybridLayer(CacheLayerMixin):
         self._store: AnyStore | None = None
         self._place: Place | None = None
         self._lent: LentStates | None = None
-        self._handed: weakref.ref[LayerView] | None = None  # what `update` returned last, while it is there
 
     @property
     def store(self) -> AnyStore | None:
@@ -149,10 +144,12 @@ class HybridLayer(CacheLayerMixin):
                 f"Layer {self.layer_idx} is shared by {peers.size} processes, and its states cannot be set, or edited "
                 "in place. Edit a cache without group=, save it, and load it with group=."
             )
-        self._require_states(keys, values)
+        shape = KVShape.of(keys, values)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise _gradients_error()
         self._lent = None
         self._stores.num_edits += 1
-        old, shape = self.usable_store(), KVShape.of(keys, values)
+        old = self.usable_store()
         held = None if old is None or old.shape != shape else old.read()
         first = 0 if held is None else _first_difference(held, (keys, values))
         if old is not None and held is not None and first == old.num_tokens == keys.shape[2]:
@@ -246,29 +243,23 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
-            if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store):
-                return self._hand(store, stores.attention, store.add_first(key_states, value_states))
+            if not store.num_tokens and new_tokens > _MOST_DRAFTED and self._keeps_chunk(store):
+                assert isinstance(store, Store)
+                return handles_of(store, stores.attention, store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
-            if takes_handles and (new_tokens <= _FEW_TOKENS or store.streamed is None):
-                self._add_for_cpu(store, key_states, value_states)
-                return self._hand(store, stores.attention)
+            if takes_handles and (new_tokens <= _MOST_DRAFTED or store.streamed is None):
+                if store.cpu_fraction is None or not self._add_beside_device(store, key_states, value_states):
+                    store.add(key_states, value_states)
+                return handles_of(store, stores.attention)
         attention = self._attention_on_device(store, new_tokens)
         try:
             if attention is not None:
                 store.add(key_states, value_states, on_device=True)
-                return self._hand(store, attention)
+                return handles_of(store, attention)
             keys, values = store.append(key_states, value_states)
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(new_tokens, error) from error
         return (keys if watched is None or stores.needs_states else observed(keys, watched.observe)), values
-
-    def _hand(
-        self, store: AnyStore, attention: StoredAttention | QuantizedAttention, chunk: HostBlocks | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make handles of the states, and note them for as long as they are there."""
-        keys, values = handles_of(store, attention, chunk)
-        self._handed = weakref.ref(keys.layer)
-        return keys, values
 
     def _attention_on_device(self, store: AnyStore, new_tokens: int) -> StoredAttention | QuantizedAttention | None:
         """Return what attends to the tokens where they are on the device; `None` if they are put together for it."""
@@ -278,38 +269,34 @@ class HybridLayer(CacheLayerMixin):
         if isinstance(store, SharedPrefix):
             return attention
         assert self._place is not None
-        if new_tokens > _FEW_TOKENS or self._place.on_cpu:
+        if new_tokens > _MOST_DRAFTED or self._place.on_cpu:
             return None
         if isinstance(store, SplitStore) and store.host_tokens_with(new_tokens):
             return None if attention.is_declined else attention
         takes_codes = self._place.on_codes and isinstance(store, Store) and not self._quantized_attention.is_declined
         return self._quantized_attention if takes_codes else None
 
-    def _keeps_chunk(self, store: Store) -> bool:
+    def _keeps_chunk(self, store: AnyStore) -> bool:
         """Return whether a sequence's first tokens are attended to as they came, though the store packs them."""
-        return (
-            store.packed is not None
-            and not store.num_tokens
-            and store.is_in_host_blocks
-            and self._stores.peers is None
-            and store.shape.device.type == "cpu"
-            and has_kernel_for_many(store.shape)
-        )
+        is_packed = store.layout.is_quantized and self._stores.peers is None
+        return is_packed and self._stores.attention.takes_prompts(store, as_they_came=True)
 
-    def _add_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states to which the CPU attends, beside the device if there is a fraction for each."""
+    @staticmethod
+    def _add_beside_device(store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Store new states for the CPU and the device, if there is a fraction for each; return whether there is."""
         fraction, held = store.cpu_fraction, store.num_tokens
-        if fraction is not None and fraction.fraction < 1:
-            assert isinstance(store, SplitStore)
-            if store.host_tokens_with(keys.shape[2]):
-                try:
-                    store.add(keys, values, on_device=True)
-                    return
-                except torch.OutOfMemoryError:
-                    if store.num_tokens != held or not store.is_intact:
-                        raise
-                    fraction.give_up_streaming(held)
-        store.add(keys, values)
+        assert fraction is not None
+        assert isinstance(store, SplitStore)
+        if fraction.fraction == 1 or not store.host_tokens_with(keys.shape[2]):
+            return False
+        try:
+            store.add(keys, values, on_device=True)
+        except torch.OutOfMemoryError:
+            if store.num_tokens != held or not store.is_intact:
+                raise
+            fraction.give_up_streaming(held)
+            return False
+        return True
 
     def get_seq_length(self) -> int:
         lent, store = self._lent, self._store
@@ -449,9 +436,8 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             IncompleteCacheError: something has ended a change of it, or of the cache, half-way.
         """
-        view = None if self._handed is None else self._handed()
-        if view is not None:
-            view.before_change()
+        if self._stores.attention.products:
+            self._stores.attention.compute_kept()
         if self._lent is not None:
             self.take_edits()
         store = self._store
@@ -552,19 +538,6 @@ class HybridLayer(CacheLayerMixin):
             f"The device said: {str(error).splitlines()[0]}"
         )
 
-    @staticmethod
-    def _require_states(keys: torch.Tensor, values: torch.Tensor) -> None:
-        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
-            raise ValueError(
-                "Keys and values must be [batch, num_kv_heads, tokens, head_dim] with the same first three sizes on "
-                f"one device, got {list(keys.shape)} on {keys.device} and {list(values.shape)} on {values.device}."
-            )
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise RuntimeError(
-                "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
-                "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
-            )
-
     def fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Return new states that can follow the stored ones, which move to the device of the new ones.
@@ -575,8 +548,9 @@ class HybridLayer(CacheLayerMixin):
             ValueError: the states do not fit each other, or the stored ones.
             RuntimeError: the states require gradients.
         """
-        self._require_states(keys, values)
         store, shape = self._store, KVShape.of(keys, values)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise _gradients_error()
         if store is None or shape == store.shape:
             return keys, values
         if store.num_tokens == 0:
@@ -596,6 +570,13 @@ class HybridLayer(CacheLayerMixin):
         if common != store.shape:
             self._move(common)
         return keys.to(common.key_dtype), values.to(common.value_dtype)
+
+
+def _gradients_error() -> RuntimeError:
+    return RuntimeError(
+        "This cache writes in place and keeps no gradients, but the new states require them. Run the model under "
+        "torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
+    )
 
 
 def checked_removal(tokens_to_remove: int, num_tokens: int) -> int:

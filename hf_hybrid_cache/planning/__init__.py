@@ -6,7 +6,7 @@ measures how fast they are here, and `recommended` chooses one of them. `cache_f
 that is loaded.
 """
 
-from .machine import Machine, default_chunk, this_machine
+from .candidates import Machine, default_chunk, this_machine
 from .measuring import Measured, MeasureError
 from .model_cost import CostError, model_cost
 from .plans import Plan, PlanError, cache_for_budget, make_plans, measured_plans, recommended

@@ -1,4 +1,4 @@
-"""The caches to choose from: the code that makes each, and the memory that a model with it needs."""
+"""The caches to choose from: the code that makes each, the memory that a model with it needs, and that of a machine."""
 
 import json
 from bisect import bisect_right
@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import torch
+
 from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import LEAST_DEVICE_TOKENS, Placement
-from ..storage import KVCodec
+from ..scalars import PREFILL_CHUNK_SIZE
+from ..storage import GRANULE, KVCodec, available_host_bytes
 from .cache_cost import CacheCost, Held, cache_cost, stock_cost
 from .model_cost import ModelCost
 
@@ -24,7 +27,7 @@ BITS: Mapping[str, int | tuple[int, int] | None] = {
     "quantized-2": 2,
 }
 # Tokens of a divided layer are added in blocks; the rest of the free GPU memory is for the allocator.
-_BLOCK, _USED_SHARE = 64, 15 / 16
+_USED_SHARE = 15 / 16
 
 
 class Strategy(StrEnum):
@@ -125,7 +128,7 @@ class Candidate:
             host += weights + (0 if quantized is None else quantized.quantized_bytes)
         return Held(weights + RUNTIME_BYTES + max(cost.prefill.device + working, cost.decode.device), host)
 
-    def code(self, model: ModelCost) -> str:
+    def program(self, model: ModelCost) -> str:
         """A Python program that loads the model and generates with the cache."""
         bits, is_stock = BITS.get(self.cache), self.cache == "stock"
         options = ["config=model.config" if is_stock else "model.config"]
@@ -208,7 +211,7 @@ def expert_candidates(model: ModelCost, context: int, device_bytes: int) -> list
     The order is that of `gpu_candidates`, first with experts as they are, then with quantized experts. The list is
     empty for a model without experts.
     """
-    if not model.experts.layers:
+    if not model.experts.num_bytes:
         return []
     found = gpu_candidates(model.without_experts(), context, device_bytes)
     chosen = [each for each in found if each.strategy != Strategy.CPU_DECODE]
@@ -227,7 +230,7 @@ def cpu_candidates(model: ModelCost) -> list[Candidate]:
 
 def _with_most_tokens(model: ModelCost, candidate: Candidate, context: int, device_bytes: int) -> list[Candidate]:
     """The candidate with as many tokens of each layer on the GPU as fit; none if all do, or too few."""
-    sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + _BLOCK, _BLOCK)
+    sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + GRANULE, GRANULE)
 
     def needed(size: int) -> int:
         each = replace(candidate, device_tokens=size)
@@ -236,3 +239,45 @@ def _with_most_tokens(model: ModelCost, candidate: Candidate, context: int, devi
     room = (least := needed(sizes[0])) + _USED_SHARE * (device_bytes - least)
     number = bisect_right(sizes, False, key=lambda size: needed(size) > room)
     return [replace(candidate, device_tokens=sizes[number - 1])] if 0 < number < len(sizes) else []
+
+
+@dataclass(frozen=True)
+class Machine:
+    """
+    The memory that a plan may use.
+
+    Attributes:
+        device_bytes: GPU memory; 0 for no GPU.
+        host_bytes: host memory.
+    """
+
+    device_bytes: int
+    host_bytes: int
+
+
+def this_machine(device_bytes: int | None = None, host_bytes: int | None = None) -> Machine:
+    """
+    Describe this machine.
+
+    Args:
+        device_bytes: GPU memory that a plan may use; `None` for the memory that is free now.
+        host_bytes: host memory that a plan may use; `None` for the memory that is free now.
+    """
+    device_bytes = _free_device_bytes() if device_bytes is None else device_bytes
+    return Machine(device_bytes, available_host_bytes() if host_bytes is None else host_bytes)
+
+
+def default_chunk(on_gpu: bool) -> int:
+    """The default `prefill_chunk_size`: on a GPU few tokens, to save memory; on a CPU the fastest number."""
+    return 512 if on_gpu else PREFILL_CHUNK_SIZE
+
+
+def _free_device_bytes() -> int:
+    """Free bytes on the current accelerator, torch's reserve included; 0 without one, or if it does not say."""
+    if not torch.accelerator.is_available():
+        return 0
+    try:
+        free, _ = torch.accelerator.get_memory_info()
+    except RuntimeError:
+        return 0
+    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()

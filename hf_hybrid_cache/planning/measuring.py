@@ -1,16 +1,15 @@
 """
 The speed of a cache, measured on this machine with some layers of the model and random weights.
 
-Of each kind of layers some are made where the plan has them, in its bits, and run with its cache at the wished context:
-the first chunk of a prompt, the last one, and decode steps. Keys and values between the chunks are random, put in
-through `update`. Embeddings and output head run without layers, once.
+The last layers are made where the plan has them, in its bits, as many as the kinds of layers repeat after. They run
+with the plan's cache at the wished context: the first chunk of a prompt, the last one, and decode steps. Keys and
+values between the chunks are random, put in through `update`. Embeddings and output head also run without layers.
 """
 
-import copy
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -19,20 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
-from ..decode_phase.moving import copy_to_host
+from ..decode_phase.moving import HOST, MovableWeights, copy_to_host
 from ..decode_step import fuse_where_known
 from ..errors import HybridCacheError
-from ..layers import HOST
 from ..storage import KVShape
 from ..weights import Width, move_experts_to_host, quantize_weights
-from .candidates import Candidate, Strategy
-from .machine import this_machine
-from .model_cost import META, ModelCost
+from .candidates import Candidate, Strategy, this_machine
+from .model_cost import ModelCost, model_on_meta
 
 # Weights of so many bytes do not stay in the processor's caches from one step to the next.
 _LEAST_BYTES = 2**27
@@ -77,12 +74,6 @@ def measure(config: PreTrainedConfig, model: ModelCost, candidate: Candidate, co
     Raises:
         MeasureError: the machine has no such device or too little memory, or layers of the model do not run alone.
     """
-    if candidate.strategy == Strategy.CPU_DECODE:
-        read = measure(config, model, replace(candidate, strategy=Strategy.STREAMED, weights=None), context)
-        on_cpu, few_tokens = replace(candidate, strategy=Strategy.CPU), replace(model, chunk=_WARM_UP_TOKENS)
-        decoded = measure(config, few_tokens, on_cpu, context)
-        copied = _seconds_to_copy(config, model, candidate, context)
-        return replace(decoded, seconds_to_first_token=read.seconds_to_first_token + copied)
     needed, free = candidate.most(model, candidate.cost(model, context), context), this_machine()
     # Some devices do not say what is free.
     if needed.host > free.host_bytes or needed.device > (free.device_bytes or needed.device):
@@ -93,137 +84,136 @@ def measure(config: PreTrainedConfig, model: ModelCost, candidate: Candidate, co
             "shorter context, measure on a larger machine, or do not measure."
         )
     try:
-        total, layers = _times(config, model, candidate, context)
+        return _Layers(config, model, candidate, context).measured()
     except (HybridCacheError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MeasureError(f"Layers of {model.name} do not run alone, so do not measure: {reason}") from error
-    first, last, step = total.tolist()
-    chunks = model.prompt_tokens(context) / model.chunk
-    return Measured((first + last) / 2 * chunks if chunks >= 2 else first + last, step, layers)
-
-
-def _times(config: PreTrainedConfig, model: ModelCost, candidate: Candidate, context: int) -> tuple[np.ndarray, int]:
-    """Seconds of the first chunk, the last chunk and a decode step of all layers, and the number of those that ran."""
-    total, ran = np.zeros(3), 0
-    kinds = _kinds_of_layers(config, model)
-    for kind in kinds:
-        if kind[0] in model.shapes or kinds[0][0] not in model.shapes:
-            fixed, together, number = _Layers(config, model, candidate, context, kind).times()
-        else:
-            # Without a layer of full attention nobody counts tokens. Those of other layers do not depend on the end.
-            counting = kinds[0][:1]
-            _, fixed, _ = _Layers(config, model, candidate, context, counting, to_end=False).times()
-            _, together, number = _Layers(config, model, candidate, context, kind, counting, to_end=False).times()
-        if kind is kinds[0]:
-            total = fixed
-        total = total + len(kind) * np.maximum(0.0, together - fixed) / number
-        ran += number
-    return total, ran
 
 
 class _Layers:
-    """
-    A model of some layers of one kind, with random weights, that is to be measured.
+    """A model of the last layers, with random weights, that is to be measured; arguments are those of `measure`."""
 
-    Args:
-        config: see `measure`.
-        model: see `measure`.
-        candidate: see `measure`.
-        context: see `measure`.
-        kind: indices of the layers of the kind, of which the first ones run.
-        beside: indices of layers that run, too.
-        to_end: whether the cache is filled up to the context between the first two chunks.
-
-    Attributes:
-        made: the model.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        model: ModelCost,
-        candidate: Candidate,
-        context: int,
-        kind: Sequence[int],
-        beside: Sequence[int] = (),
-        to_end: bool = True,
-    ):
-        self._cost, self._candidate, self._context, self._to_end = model, candidate, context, to_end
+    def __init__(self, config: PreTrainedConfig, model: ModelCost, candidate: Candidate, context: int):
+        self._cost, self._candidate, self._context = model, candidate, context
         self._device = _device_of(candidate)
-        self.made: Any = _on_meta(config, model.dtype)
-        bits = sum(weight.numel() for weight in _layers_of(self.made)[kind[0]].parameters())
-        bits *= candidate.weights or 8 * model.dtype.itemsize
-        placement = candidate.placement
-        # Of fewer layers, streamed ones would stay on the device.
-        least = placement.prefetch_layers + 2 if placement.offload else 2
-        self._number = min(len(kind), max(least, math.ceil(8 * _LEAST_BYTES / bits)))
-        indices = [*beside, *kind[: self._number]]
-        self._shapes = [model.shapes.get(index) for index in indices]
-        _keep_layers(self.made, indices)
-        self._vocabulary = self.made.config.get_text_config(decoder=True).vocab_size
-        self._options = {"logits_to_keep": 1} if self.made._supports_logits_to_keep() else {}
+        self._model: Any = model_on_meta(config, model.dtype)
+        self._layers = _layers_of(self._model)
+        self._of_model = len(self._layers)
+        last = self._last_layers()
+        self._shapes = [model.shapes.get(index) for index in last]
+        self._keep_layers(last)
+        self._vocabulary = self._model.config.get_text_config(decoder=True).vocab_size
+        self._options = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
         prompt = min(model.prompt_tokens(context), model.max_context - _MOST_STEPS - _WARM_UP_STEPS)
         self._prompt = max(1, prompt)
         self._first = min(model.chunk, self._prompt)
         self._last = min(model.chunk, self._prompt - self._first)
-        if not to_end:
-            self._prompt = self._first + self._last
-        _fill_weights(self.made, HOST if candidate.experts_on_host else self._device)
+        _fill_weights(self._model, HOST if candidate.experts_on_host else self._device)
         if candidate.experts_on_host:
-            move_experts_to_host(self.made, candidate.weights)
-            self.made.to(self._device)
-        elif candidate.weights is not None:
-            quantize_weights(self.made, candidate.weights)
+            move_experts_to_host(self._model, candidate.weights)
+            self._model.to(self._device)
+        elif candidate.weights is not None and candidate.strategy != Strategy.CPU_DECODE:
+            quantize_weights(self._model, candidate.weights)
+
+    def _last_layers(self) -> range:
+        """The last layers, as often as their kinds repeat, that keep weights out of the processor's caches."""
+        text, number = self._model.config.get_text_config(decoder=True), self._of_model
+        types = getattr(text, "layer_types", None) or [None] * number
+        kinds = [
+            (types[index], [(name, weight.shape) for name, weight in layer.named_parameters()])
+            for index, layer in enumerate(self._layers)
+        ]
+        half = kinds[number // 2 :]  # some models begin with layers of another kind
+        period = next(size for size in range(1, len(half) + 1) if half[size:] == half[:-size])
+        counted = range(number - period, number)
+        weights = sum(weight.numel() for index in counted for weight in self._layers[index].parameters())
+        num_bytes = weights * (self._candidate.weights or 8 * self._cost.dtype.itemsize) / 8
+        placement, full = self._candidate.placement, sum(index in self._cost.shapes for index in counted)
+        # Of fewer layers, streamed ones would stay on the device.
+        least = (placement.prefetch_layers + 2) / max(1, full) if placement.offload else 1.0
+        times = math.ceil(max(least, _LEAST_BYTES / num_bytes))
+        return range(max(0, number - times * period), number)
+
+    def _keep_layers(self, indices: range) -> None:
+        """Let the model have some of its layers only, with numbers from 0 on."""
+        layers, text = self._layers, self._model.config.get_text_config(decoder=True)
+        for name, value in [*vars(text).items()]:
+            if isinstance(value, list) and len(value) == len(layers):  # of each layer
+                setattr(text, name, [value[index] for index in indices])
+        text.num_hidden_layers = len(indices)
+        del layers[: indices.start]
+        for number, layer in enumerate(layers):
+            for module in layer.modules():
+                if "layer_idx" in vars(module):
+                    vars(module)["layer_idx"] = number
 
     @torch.no_grad()
-    def times(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Seconds without layers, seconds with all of them and a cache, and the number of layers of the kind."""
-        return self._without_layers(), self._with_cache(), self._number
-
-    def _without_layers(self) -> np.ndarray:
-        """Seconds of the first chunk, the last chunk and a decode step, of embeddings and output head alone."""
-        layers = _layers_of(self.made)
-        kept = [*layers]
-        del layers[:]
-        rows = self._cost.batch
-        self._run(rows, 1)
-        chunks = [_seconds(partial(self._run, rows, tokens)) for tokens in (self._first, self._last)]
-        step = _median_seconds(partial(self._run, rows * self._cost.continuations, 1))
-        layers.extend(kept)
-        return np.array([*chunks, step])
-
-    def _with_cache(self) -> np.ndarray:
-        """Seconds of the first chunk, the last chunk and a decode step, at the end of the context."""
+    def measured(self) -> Measured:
+        """Measure the layers, and the model without them; the rest is as many times that of one layer."""
+        model, rows, chunks = self._cost, self._cost.batch, (self._first, self._last)
+        own_rows = rows * model.continuations
+        with self._without_layers():
+            self._run(rows, 1)
+            fixed = [_seconds(partial(self._run, rows, tokens)) for tokens in chunks]
         if self._device == HOST and self._candidate.cache != "stock":
-            fuse_where_known(self.made)
-        rows, tokens = self._cost.batch, min(_WARM_UP_TOKENS, self._first)
+            fuse_where_known(self._model)
         cache = self._new_cache()
-        for number in (tokens, tokens, *[1] * _WARM_UP_STEPS):
+        for number in (*[min(_WARM_UP_TOKENS, self._first)] * 2, *[1] * _WARM_UP_STEPS):
             self._run(rows, number, cache)
         cache = self._new_cache()
-        first = _seconds(partial(self._run, rows, self._first, cache))
+        together = [_seconds(partial(self._run, rows, self._first, cache))]
         self._fill(cache, rows, self._prompt - self._first - self._last)
-        last = _seconds(partial(self._run, rows, self._last, cache))
-        if self._cost.continuations > 1:
-            rows *= self._cost.continuations
-            cache.batch_repeat_interleave(self._cost.continuations)
-            self._fill(cache, rows, self._context - self._cost.prompt_tokens(self._context) if self._to_end else 0)
+        together.append(_seconds(partial(self._run, rows, self._last, cache)))
+        if model.continuations > 1:
+            cache.batch_repeat_interleave(model.continuations)
+            self._fill(cache, own_rows, self._context - model.prompt_tokens(self._context))
+        moving = self._move_to_host(cache) if self._candidate.strategy == Strategy.CPU_DECODE else 0.0
         for _ in range(_WARM_UP_STEPS):
-            self._run(rows, 1, cache)
-        return np.array([first, last, _median_seconds(partial(self._run, rows, 1, cache))])
+            self._run(own_rows, 1, cache)
+        together.append(_median_seconds(partial(self._run, own_rows, 1, cache)))
+        with self._without_layers():
+            fixed.append(_median_seconds(partial(self._run, own_rows, 1)))
+        of_layers = np.maximum(0.0, np.subtract(together, fixed)) * self._of_model / len(self._layers)
+        first, last, step = (fixed + of_layers).tolist()
+        num_chunks = model.prompt_tokens(self._context) / model.chunk
+        prompt = (first + last) / 2 * num_chunks if num_chunks >= 2 else first + last
+        return Measured(prompt + moving, step, len(self._layers))
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        """Let the model have embeddings and output head alone."""
+        kept = [*self._layers]
+        del self._layers[:]
+        yield
+        self._layers.extend(kept)
+
+    def _move_to_host(self, cache: Any) -> float:
+        """Move weights and cache to host memory, as `DecodeOnCPU` does; return the seconds for all weights."""
+        width = None if self._candidate.weights is None else Width.checked(self._candidate.weights)
+        num_bytes = sum(weight.nbytes for weight in self._model.parameters())
+
+        def move() -> None:
+            weights = MovableWeights(self._model, copy_to_host(self._model, None, width))
+            cache.to(HOST)
+            weights.use_host()
+            weights.free_device()
+
+        seconds, self._device = _seconds(move), HOST
+        fuse_where_known(self._model)
+        return seconds * self._cost.weight_bytes / num_bytes
 
     def _new_cache(self) -> Cache:
         if self._candidate.cache == "stock":
-            return DynamicCache(config=self.made.config)
-        return HybridCache(self.made.config, self._candidate.placement, codec=self._candidate.codec)
+            return DynamicCache(config=self._model.config)
+        return HybridCache(self._model.config, self._candidate.placement, codec=self._candidate.codec)
 
     def _run(self, rows: int, num_tokens: int, cache: Cache | None = None) -> None:
         """Run random tokens through the model, after those in a cache."""
         if num_tokens:
             ids = torch.randint(self._vocabulary, (rows, num_tokens), device=self._device)
-            self.made(ids, use_cache=cache is not None, **self._options, **cache_argument(cache))
+            self._model(ids, use_cache=cache is not None, **self._options, **cache_argument(cache))
 
     def _fill(self, cache: Cache, rows: int, num_tokens: int) -> None:
         """Put random keys and values of so many tokens into all layers that have some."""
@@ -265,45 +255,11 @@ def _device_of(candidate: Candidate) -> torch.device:
     return accelerator
 
 
-def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The model of a config, without data."""
-    with torch.device(META):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-
-
 def _layers_of(model: Any) -> nn.ModuleList:
     """The decoder's layers."""
     number = model.config.get_text_config(decoder=True).num_hidden_layers
     children = model.get_decoder().children()
     return next(each for each in children if isinstance(each, nn.ModuleList) and len(each) in (number, 0))
-
-
-def _kinds_of_layers(config: PreTrainedConfig, model: ModelCost) -> list[list[int]]:
-    """Indices of the layers of each kind: those with equal parameters and an equal type; full attention comes first."""
-    made = _on_meta(config, model.dtype)
-    layers = _layers_of(made)
-    types = getattr(made.config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
-    kinds = defaultdict(list)
-    for index, layer in enumerate(layers):
-        parameters = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
-        kinds[types[index], index in model.shapes, parameters].append(index)
-    return sorted(kinds.values(), key=lambda indices: indices[0] not in model.shapes)
-
-
-def _keep_layers(model: Any, indices: Sequence[int]) -> None:
-    """Let a model have some of its layers only, with numbers from 0 on."""
-    layers, text = _layers_of(model), model.config.get_text_config(decoder=True)
-    kept = [layers[index] for index in indices]
-    for name, value in [*vars(text).items()]:
-        if isinstance(value, list) and len(value) == len(layers):  # of each layer
-            setattr(text, name, [value[index] for index in indices])
-    text.num_hidden_layers = len(kept)
-    del layers[:]
-    layers.extend(kept)
-    for number, layer in enumerate(kept):
-        for module in layer.modules():
-            if "layer_idx" in vars(module):
-                vars(module)["layer_idx"] = number
 
 
 def _fill_weights(model: Any, device: torch.device) -> None:
@@ -318,15 +274,6 @@ def _fill_weights(model: Any, device: torch.device) -> None:
                 part.copy_(numbers[: len(part)])
             weight._is_hf_initialized = True  # otherwise `init_weights` draws each number, which takes long
     model.init_weights()
-
-
-def _seconds_to_copy(config: PreTrainedConfig, model: ModelCost, candidate: Candidate, context: int) -> float:
-    """Seconds in which `DecodeOnCPU` copies all weights to host memory, and quantizes them."""
-    on_device = replace(candidate, strategy=Strategy.STREAMED, weights=None)
-    made = _Layers(config, model, on_device, context, _kinds_of_layers(config, model)[0]).made
-    width = None if candidate.weights is None else Width.checked(candidate.weights)
-    seconds = _seconds(lambda: copy_to_host(made, None, width))
-    return seconds * model.weight_bytes / sum(weight.nbytes for weight in made.parameters())
 
 
 def _seconds(action: Callable[[], object]) -> float:

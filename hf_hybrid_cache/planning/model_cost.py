@@ -5,11 +5,12 @@ Only a config is needed. The model is built on torch's meta device, where tensor
 chunks of a prompt run there. So the numbers come from the model's own code, whatever its family.
 """
 
+import copy
 import functools
 import pickle
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from ..cache_argument import cache_argument
 from ..errors import HybridCacheError
 from ..layers import tensors_of
 from ..storage import KVShape
-from ..weights import WEIGHT_BITS, Width, coverage
-from .experts import ExpertsCost, experts_of_layers
+from ..weights import WEIGHT_BITS, Width, coverage, holds_experts
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config has no limit
@@ -50,6 +50,25 @@ class QuantizedWeights:
     num_bytes: int
     quantized_bytes: int
     largest_matrix_bytes: int
+
+
+@dataclass(frozen=True)
+class ExpertsCost:
+    """
+    The cost of all experts of a model.
+
+    Attributes:
+        num_bytes: of their matrices by the bits of a weight; `None` for matrices as they are. Biases count with the
+            model's other weights. Empty for a dense model.
+        largest_bytes: of the largest expert, not quantized.
+    """
+
+    num_bytes: Mapping[int | None, int] = field(default_factory=dict)
+    largest_bytes: int = 0
+
+    def total_bytes(self, bits: int | None = None) -> int:
+        """Bytes of all experts of all layers in so many bits; `None` for experts as they are."""
+        return self.num_bytes.get(bits, 0)
 
 
 @dataclass(frozen=True)
@@ -195,13 +214,12 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _MAX_CONTEXT
         if not isinstance(max_context, int) or max_context < 1:
             raise ValueError(f"max_position_embeddings is {max_context!r}")
-        with torch.device(META):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = model_on_meta(config, dtype)
         cache: Any = DynamicCache(config=config)
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
-        experts = experts_of_layers(model)
+        experts = _experts_of(model)
         quantized = {bits: _quantized(model, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -228,6 +246,12 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
     )
 
 
+def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model of a copy of a config, without data."""
+    with torch.device(META):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
 def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
     """The sizes of the weights in so many bits; `None` if no weight can be quantized."""
     covered = {id(each.parameter): each for each in coverage(model)[0]}
@@ -239,6 +263,31 @@ def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
         quantized_bytes=sum(codes.values()),
         largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
     )
+
+
+def _experts_of(model: PreTrainedModel) -> ExpertsCost:
+    """The cost of a model's experts."""
+    of_layers = [matrices for module in model.modules() if (matrices := _matrices(module))]
+    if not of_layers:
+        return ExpertsCost()
+    covered = {id(each.parameter): each for each in coverage(model)[0]}
+    sizes = [sum(matrix.nbytes for matrix in matrices) for matrices in of_layers]
+    num_bytes: dict[int | None, int] = {None: sum(sizes)}
+    for bits in WEIGHT_BITS:
+        # Matrices that are too small to be quantized count as they are.
+        num_bytes[bits] = sum(
+            covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
+            for matrices in of_layers
+            for matrix in matrices
+        )
+    largest = max(size // len(matrices[0]) for size, matrices in zip(sizes, of_layers, strict=True))
+    return ExpertsCost(num_bytes, largest)
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The stacked matrices of the experts that a module holds."""
+    stacked = [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+    return stacked if stacked and holds_experts(module) else []
 
 
 @dataclass(frozen=True)

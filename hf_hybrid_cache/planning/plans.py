@@ -13,8 +13,17 @@ from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
 from ..scalars import parse_bytes, parse_tokens
-from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
-from .machine import Machine, this_machine
+from .candidates import (
+    BITS,
+    RUNTIME_BYTES,
+    Candidate,
+    Machine,
+    Strategy,
+    cpu_candidates,
+    expert_candidates,
+    gpu_candidates,
+    this_machine,
+)
 from .measuring import Measured, measure
 from .model_cost import ModelCost, model_cost
 
@@ -29,17 +38,12 @@ class PlanError(HybridCacheError, ValueError):
     """There is no plan for the request; the message gives the numbers."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
     """
-    The plan for one cache on one machine at one context length.
+    The plan for a candidate on one machine at one context length.
 
     Attributes:
-        cache: its name.
-        strategy: where keys and values are, and whether GPU or CPU computes attention and decodes.
-        weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
-        device_tokens: of `Candidate`.
-        experts_on_host: the experts are in host memory and the CPU computes them; the rest of the model is on the GPU.
         context: number of tokens of each sequence, prompt and answer.
         device_bytes: the most GPU memory that is used at any time, weights included.
         host_bytes: the most host memory that is used at any time, weights included.
@@ -52,11 +56,6 @@ class Plan:
         measured: its speed; `None` unless it was measured.
     """
 
-    cache: str
-    strategy: Strategy
-    weights: int | None
-    device_tokens: int
-    experts_on_host: bool
     context: int
     device_bytes: int
     host_bytes: int
@@ -79,11 +78,6 @@ class Plan:
         return max(_LOSS.get(bits, _TOO_MUCH) for bits in (self.weights, BITS.get(self.cache)))
 
     @property
-    def candidate(self) -> Candidate:
-        """The cache, and where it is."""
-        return Candidate(self.cache, self.strategy, self.weights, self.device_tokens, self.experts_on_host)
-
-    @property
     def rank(self) -> tuple[float, ...]:
         """The order of plans, the better one first, by measured seconds of a token, then transfers, then bytes."""
         seconds = math.inf if self.measured is None else self.measured.seconds_per_token
@@ -104,11 +98,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     return Plan(
-        cache=candidate.cache,
-        strategy=candidate.strategy,
-        weights=candidate.weights,
-        device_tokens=candidate.device_tokens,
-        experts_on_host=candidate.experts_on_host,
+        **vars(candidate),
         context=context,
         device_bytes=most.device,
         host_bytes=most.host,
@@ -117,7 +107,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         short_device_bytes=max(0, most.device - machine.device_bytes),
         short_host_bytes=max(0, most.host - machine.host_bytes),
         longest_context=_longest_context(model, candidate, machine),
-        code=candidate.code(model),
+        code=candidate.program(model),
     )
 
 
@@ -199,7 +189,7 @@ def measured_plans(
         for plan in on_gpu or of_strategies.values():
             if progress is not None:
                 progress(plan)
-            made[made.index(plan)] = replace(plan, measured=measure(config, model, plan.candidate, plan.context))
+            made[made.index(plan)] = replace(plan, measured=measure(config, model, plan, plan.context))
     return made
 
 
@@ -284,7 +274,7 @@ def cache_for_budget(
     if best is None:
         otherwise = " Or load the model on the CPU, and pass gpu_memory=0." if device_bytes else ""
         raise PlanError(why_nothing_fits(model, plans) + otherwise)
-    return HybridCache(config, best.candidate.placement, codec=best.candidate.codec)
+    return HybridCache(config, best.placement, codec=best.codec)
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:

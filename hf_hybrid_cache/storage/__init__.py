@@ -2,11 +2,10 @@
 
 from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries, mean_squares
 from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
-from .kv_shape import KVShape, Pair
+from .kv_shape import KVShape, Pair, kernel_element
 from .layout import Layout, Shard, Split
-from .memory.address_space import huge_page_memory
+from .memory.address_space import give_back_file_pages, huge_page_memory
 from .memory.buffer_memory import StorageUses
-from .memory.file_pages import give_back_file_pages
 from .memory.growth import GRANULE, InitialCapacity, grown_capacity
 from .memory.host_memory import (
     ExpectedLength,
@@ -16,10 +15,8 @@ from .memory.host_memory import (
     require_host_bytes,
 )
 from .memory.page_lock import can_page_lock
-from .runs.block_buffer import kernel_array, kernel_element
-from .runs.host_blocks import HostBlocks
-from .runs.resident import Resident
-from .runs.run import Run
+from .runs.block_buffer import kernel_array
+from .runs.run import HostBlocks, Resident, Run
 from .runs.streamed import Staging, Streamed
 from .runs.streams import Issued, Streams, streams_for
 from .runs.token_buffer import TokenBuffer

@@ -5,10 +5,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .runs.block_buffer import kernel_element
-
 # Tensors of keys and of values.
 Pair = tuple[torch.Tensor, torch.Tensor]
+# Numba has no name for bfloat16 and half precision: kernels read them as unsigned and as signed 16-bit integers.
+_ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+
+def kernel_element(dtype: torch.dtype) -> np.dtype | None:
+    """Return the NumPy type by which kernels read blocks of `dtype`; `None` if there is no kernel for it."""
+    return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
 
 
 class KVShape(NamedTuple):
@@ -28,7 +33,17 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "KVShape":
-        """Return the shape of states `[batch, num_kv_heads, tokens, head_dim]`."""
+        """
+        Return the shape of states `[batch, num_kv_heads, tokens, head_dim]`.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
+            raise ValueError(
+                "Keys and values must be [batch, num_kv_heads, tokens, head_dim] with the same first three sizes on "
+                f"one device, got {list(keys.shape)} on {keys.device} and {list(values.shape)} on {values.device}."
+            )
         batch, num_kv_heads, _, key_dim = keys.shape
         return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
 

@@ -10,11 +10,16 @@ from .memory.host_memory import require_host_bytes
 
 
 class Scratch:
-    """Lends memory on one device, and lends it again once nobody holds a tensor in it."""
+    """
+    Lends memory on one device, and lends it again once nobody holds a tensor in it.
+
+    Attributes:
+        pieces: the memory that there is.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pieces: list[tuple[torch.Tensor, StorageUses]] = []
+        self.pieces: list[tuple[torch.Tensor, StorageUses]] = []
 
     def __deepcopy__(self, memo: dict) -> "Scratch":
         return Scratch(self._device)
@@ -22,7 +27,7 @@ class Scratch:
     @property
     def num_bytes(self) -> int:
         """Bytes that the scratch holds, lent or not."""
-        return sum(data.nbytes for data, _ in self._pieces)
+        return sum(data.nbytes for data, _ in self.pieces)
 
     @staticmethod
     def planned_bytes(shape: KVShape, lengths: Sequence[int]) -> int:
@@ -42,17 +47,17 @@ class Scratch:
             HostMemoryError: it would be in host memory, which has no room for it.
         """
         num_bytes = shape.numel() * dtype.itemsize
-        free = [piece for piece in self._pieces if not piece[1].is_shared]
+        free = [piece for piece in self.pieces if not piece[1].is_shared]
         data = next((data for data, _ in free if data.nbytes >= num_bytes), None)
         if data is None:
             # Pieces that are too small now will be too small again.
             if free:
-                self._pieces = [piece for piece in self._pieces if piece is not free[0]]
+                self.pieces = [piece for piece in self.pieces if piece is not free[0]]
             if self._device.type == "cpu":
                 require_host_bytes(_with_slack(num_bytes), f"All states of a layer together, {shape[2]:,} tokens need")
             with torch.inference_mode(False):
                 data = torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device)
-            self._pieces.append((data, StorageUses(data)))
+            self.pieces.append((data, StorageUses(data)))
         with torch.inference_mode(False):
             return data[:num_bytes].view(dtype).view(shape)
 
@@ -66,8 +71,7 @@ class Scratch:
 
     def release(self) -> None:
         """Give back the memory that nobody holds."""
-        if self._pieces:
-            self._pieces = [piece for piece in self._pieces if piece[1].is_shared]
+        self.pieces = [piece for piece in self.pieces if piece[1].is_shared]
 
 
 def _with_slack(num_bytes: int) -> int:

@@ -8,8 +8,7 @@ import torch
 from .codec import CodecChoice
 from .kv_shape import Pair
 from .memory.growth import GRANULE
-from .runs.host_blocks import HostBlocks
-from .runs.run import Run, repeated
+from .runs.run import HostBlocks, Run, repeated
 
 
 class Segment(NamedTuple):

@@ -10,7 +10,7 @@ from .codec import CodecChoice
 from .kv_shape import KVShape, Pair
 from .layout import Layout, Shard
 from .memory.growth import GRANULE
-from .runs.host_blocks import HostBlocks
+from .runs.run import HostBlocks
 from .scratch import Scratch
 from .store import Runs, Store
 from .token_store import TokenStore

@@ -10,8 +10,7 @@ from .cpu_fraction import CpuFraction
 from .kv_shape import Pair
 from .layout import Layout, Split
 from .memory.growth import GRANULE
-from .runs.host_blocks import HostBlocks
-from .runs.resident import Resident
+from .runs.run import HostBlocks, Resident
 from .runs.streamed import Streamed
 from .scratch import Scratch
 from .segments import Segment, copy_entries, entries_of, in_two, num_entries, put_together

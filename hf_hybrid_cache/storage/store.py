@@ -11,16 +11,12 @@ from .kv_shape import KVShape, Pair
 from .layout import Layout, Shard
 from .memory.growth import GRANULE
 from .memory.host_memory import HostMemoryError
-from .runs.host_blocks import HostBlocks
-from .runs.resident import Resident
-from .runs.run import Run
+from .runs.run import HostBlocks, Resident, Run
 from .runs.streamed import Streamed
 from .scratch import Scratch
 from .segments import Segment, copy_entries, in_two, put_together, ranges
 from .token_store import TokenStore
 
-# More new tokens than this are those of a chunk.
-_FEW_TOKENS = GRANULE
 _CHECKED_AT_ONCE = 64 * GRANULE
 
 
@@ -52,6 +48,7 @@ class Store(TokenStore):
         runs: makes its runs.
         scratch: memory in which all states are put together for attention on the device.
         choice: the codec of a quantized layer, given or still to be chosen.
+        dense: the run of its first tokens, if they are there already.
 
     Attributes:
         layout: borders between the tokens.
@@ -63,13 +60,22 @@ class Store(TokenStore):
 
     blocks: Any = None
 
-    def __init__(self, shape: KVShape, layout: Layout, runs: Runs, scratch: Scratch, choice: CodecChoice | None = None):
+    def __init__(
+        self,
+        shape: KVShape,
+        layout: Layout,
+        runs: Runs,
+        scratch: Scratch,
+        choice: CodecChoice | None = None,
+        dense: Run | None = None,
+    ):
         self.shape = shape
         self._runs, self._choice, self._scratch = runs, choice, scratch
         # Until the codec is chosen every process keeps all tokens, so that all choose by the same states.
         self._own = layout.shard
         self.layout = layout if choice is None or choice.is_made else replace(layout, shard=Shard.ALL)
-        self.dense = runs.dense(shape, layout)
+        self.dense = runs.dense(shape, layout) if dense is None else dense
+        self.num_tokens = self.dense.num_entries
         self.packed = None if choice is None else runs.packed(choice.packed_shape(shape))
         self._is_dense_on_device = False  # while a chunk waits there, of a layer that keeps no tokens there
         self._note_streamed()
@@ -150,12 +156,6 @@ class Store(TokenStore):
             yield from self.dense.planned_bytes([self.layout.most_full_tokens])
             yield from self.packed.planned_bytes([each.own_quantized_blocks for each in self.layout.growing(lengths)])
 
-    def wait_until_stored(self) -> None:
-        """Block the calling thread until all stored states are there; copies may still read them."""
-        self.dense.wait_until_stored()
-        if self.packed is not None:
-            self.packed.wait_until_stored()
-
     def write(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
         before, held, choice = self.num_tokens, self.dense.num_entries, self._choice
         num_tokens = before + keys.shape[2]
@@ -189,8 +189,8 @@ class Store(TokenStore):
         if streamed is not None and (on_device or streamed.is_streamed):
             streamed.write(*streamed.read_range(0, 0), on_device)
 
-    def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> HostBlocks:
-        """Store the first states like `add`, and return them as they came, to attend to."""
+    def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> "Store":
+        """Store the first states like `add`, and return a store of them as they came, to attend to."""
         assert not self.num_tokens
         chunk = self.dense
         assert isinstance(chunk, HostBlocks)
@@ -198,7 +198,7 @@ class Store(TokenStore):
             chunk = HostBlocks.like(chunk, keys.shape[2])
             chunk.write(keys, values)
         self.add(keys, values)
-        return chunk
+        return Store(self.shape, Layout(), self._runs, self._scratch, dense=chunk)
 
     @property
     def is_in_host_blocks(self) -> bool:
@@ -311,7 +311,7 @@ class Store(TokenStore):
             self.packed.reserve(layout.own_quantized_blocks)
             self._require_finite((keys, values), layout.own_quantized_blocks - self.packed.num_entries)
         if not keys.is_cpu:
-            self._let_dense_follow(on_device and keys.shape[2] > _FEW_TOKENS)
+            self._let_dense_follow(on_device and keys.shape[2] > GRANULE)
 
     def _let_dense_follow(self, to_device: bool) -> None:
         """Let a chunk on an accelerator be packed there: its tokens go to host memory once they are packed."""

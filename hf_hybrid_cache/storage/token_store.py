@@ -141,7 +141,8 @@ class TokenStore(ABC):
 
         After any other error the tokens are those of before, or the new ones too, or `is_intact` is false.
         """
-        self._scratch.release()
+        if self._scratch.pieces:
+            self._scratch.release()
         self.write(keys, values, on_device)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:

@@ -10,8 +10,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface
 
 from .coverage import holds_experts
-from .matrices import Matrices
-from .plain_matrices import PlainMatrices
+from .matrices import Matrices, PlainMatrices
 from .quantized_weight import QuantizedWeight
 
 _SILU = (nn.SiLU, SiLUActivation)

@@ -52,6 +52,9 @@ def move_experts_to_host(
     A kernel reads only the experts that a token has chosen, one call for a layer. In a prompt, torch multiplies the
     experts that many tokens have chosen.
 
+    Weights whose columns come before rows in memory (gpt-oss) are laid out anew, one after the other, unless the change
+    is temporary: then torch multiplies them.
+
     By default the change is permanent, and the rest of the model may be on any device: `model.to(device)` leaves the
     experts where they are. With the rest on an accelerator, only activations cross the bus while few tokens are
     computed. In a prompt, each expert that at least 32 tokens have chosen is copied to the device, the next one while
@@ -120,15 +123,20 @@ def move_experts_to_host(
 
 def _let_stay(modules: Iterable[Any]) -> None:
     """Move all weights of experts to host memory, and keep them there when the model is moved."""
-    require_host_bytes(
-        sum(weight.nbytes for weight in _weights_of(modules) if not weight.is_cpu), "Experts in host memory need"
-    )
+    weights = [weight for weight in _weights_of(modules) if not isinstance(weight, QuantizedWeight)]
+    # Some are copied there, too, one after the other.
+    num_bytes = max((weight.nbytes for weight in weights if weight.is_cpu), default=0)
+    num_bytes += sum(weight.nbytes for weight in weights if not weight.is_cpu)
+    require_host_bytes(num_bytes, "Experts in host memory need")
     for module in modules:
         for name, weight in module._parameters.items():
             if isinstance(weight, QuantizedWeight):
                 weight.stays = True
             elif weight is not None:
-                module._parameters[name] = HostWeight(weight.detach().to("cpu"), requires_grad=False)
+                numbers = weight.detach().to("cpu")
+                if module.is_transposed and numbers.dim() == 3:
+                    numbers = numbers.mT.contiguous().mT  # kernels read rows
+                module._parameters[name] = HostWeight(numbers, requires_grad=False)
 
 
 def _weights_of(modules: Iterable[Any]) -> Iterable[Any]:

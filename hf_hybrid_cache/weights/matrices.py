@@ -1,10 +1,11 @@
-"""Base class of matrices in host memory, quantized or not, and of products with them."""
+"""Matrices in host memory, and products with them: the base class, and those in full precision."""
 
 from abc import ABC, abstractmethod
 
 import torch
+from torch.nn import functional
 
-from ..kernels import ExpertCall, Products, add_up_experts
+from ..kernels import ExpertCall, Products, add_up_experts, compile_plain_weights_in_background
 
 # The other dtypes of kernels are converted to float32.
 OF_KERNEL = (torch.float32, torch.bfloat16)
@@ -161,6 +162,33 @@ class Matrices(ABC):
     def _require_found(self, wrong: int, num_pairs: int) -> None:
         if wrong:
             raise IndexError(f"{wrong} of {num_pairs} indices are of no matrix: there are {self.count}.")
+
+
+class PlainMatrices(Matrices):
+    """
+    Several matrices of one shape, such as a layer's experts, in full precision.
+
+    Args:
+        weights: `[matrices, rows, columns]`, in host memory, of a floating-point dtype; not copied.
+    """
+
+    # With more tokens, arithmetic limits the products, and torch is faster.
+    most_tokens = 4
+
+    def __init__(self, weights: torch.Tensor):
+        count, rows, columns = weights.shape
+        super().__init__(count, rows, columns)
+        self._weights, self.products = weights, None
+        if weights.dtype in OF_KERNEL and weights.is_contiguous():
+            compile_plain_weights_in_background()
+            is_bfloat16 = weights.dtype == torch.bfloat16
+            self.products = Products.of_numbers(weights.data_ptr(), count, rows, columns, is_bfloat16)
+
+    def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return functional.linear(tokens, self._weights[index], bias)
+
+    def write(self, index: int, out: torch.Tensor) -> None:
+        out.copy_(self._weights[index])
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -7,9 +7,9 @@ import torch
 from contracts.decoding import decode
 
 from hf_hybrid_cache import move_experts_to_host
+from hf_hybrid_cache.weights.chosen_experts import streamed_experts
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
-from hf_hybrid_cache.weights.streamed_experts import streamed_experts
 
 import simulated
 from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_hybrid_cache.attention.merging import PartialAttention, merged, merged_at_once
+from hf_hybrid_cache.attention.torch_attention import PartialAttention, merged, merged_at_once
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [63, 64], [10, 10, 40], [0, 70]])

@@ -8,6 +8,7 @@ from hypothesis import given
 from kernels.reference import Case, as_torch_mask, attention, random_masks
 
 from hf_hybrid_cache.attention import torch_attention
+from hf_hybrid_cache.attention.queries import Queries
 from hf_hybrid_cache.attention.torch_attention import attend_by_torch, attend_plainly
 
 from common.soak import search_at_random
@@ -46,7 +47,7 @@ def check(
     if "bias" in masks:
         masks["bias"] = torch.from_numpy(masks["bias"]).to(dtype).float().numpy()
     seen = as_torch_mask(case, dtype, **masks)
-    out, lse = attend(query, keys, values, None if seen is None else seen.to(device), scale)
+    out, lse = attend(Queries(query, 1, scale, None if seen is None else seen.to(device)), keys, values)
     expected, expected_lse = attention(case, scale or dims[0] ** -0.5, **masks)
     np.testing.assert_allclose(out.double().cpu(), expected, rtol=0, atol=bounds[0] * np.abs(case.values).max())
     np.testing.assert_allclose(lse.double().cpu(), expected_lse, rtol=0, atol=bounds[1])
@@ -76,5 +77,5 @@ def test_hidden_numbers_when_not_finite_then_result_is_not_plausible(attend):
     values[0, 0, 3] = torch.inf
     mask = torch.ones(1, 1, 2, 70, dtype=torch.bool)
     mask[..., :64] = False
-    out, _ = attend(query, keys, values, mask, None)
+    out, _ = attend(Queries(query, 1, None, mask), keys, values)
     assert not out.isfinite().any()

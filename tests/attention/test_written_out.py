@@ -227,3 +227,15 @@ def test_weights_that_somebody_keeps_are_those_of_stock(name: str):
     for step, expected in zip(ours.attentions, theirs.attentions, strict=True):
         for weights, wanted in zip(step, expected, strict=True):
             torch.testing.assert_close(weights + 0, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings(f"ignore:{WARNING}")
+@torch.no_grad()
+def test_weights_when_kept_over_a_reset_then_the_next_prompt_is_read():
+    model, ids = model_of("soft caps"), random_prompt(1, 70)
+    cache = DynamicHybridCache(model.config, cpu_decode=True)
+    first = model(ids, **cache_argument(cache), output_attentions=True)
+    cache.reset()
+    assert torch.equal(model(ids, **cache_argument(cache)).logits, first.logits)
+    with pytest.raises(StaleHandleError):
+        first.attentions[-1].sum()

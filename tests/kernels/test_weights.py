@@ -39,7 +39,7 @@ MANY = pytest.param("many", marks=needs_gemm)
 WAYS: dict[str, Callable[..., object]] = {"few": Products.multiply, "many": multiply_many}
 EVERY_WAY = pytest.mark.parametrize("way", ["few", MANY])
 EVERY_STORAGE = pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-EVERY_KIND = pytest.mark.parametrize("kind", ["rows", "columns", "8", "4"])
+EVERY_KIND = pytest.mark.parametrize("kind", ["rows", "8", "4"])
 
 
 def quantized(weight: np.ndarray, layout: PanelLayout, factor: float = FACTOR) -> np.ndarray:
@@ -164,12 +164,12 @@ class Weights(NamedTuple):
 
 @cache
 def weights(kind: str, rows: int, columns: int, storage: str = "float32", seed: int = 0, group: int = CHUNK) -> Weights:
-    """Random weights as "rows", "columns" (which come before rows in memory), or in "8" or "4" bits."""
+    """Random weights as "rows", or in "8" or "4" bits."""
     given, exact = random_numbers(COUNT, rows, columns, storage=storage, seed=seed)
-    if kind in ("rows", "columns"):
-        kept = given if kind == "rows" else np.ascontiguousarray(given.transpose(0, 2, 1))
-        sizes = COUNT, rows, columns, storage == "bfloat16", kind == "columns"
-        return Weights(Products.of_numbers(kept.ctypes.data, *sizes), exact, kept)
+    if kind == "rows":
+        return Weights(
+            Products.of_numbers(given.ctypes.data, COUNT, rows, columns, storage == "bfloat16"), exact, given
+        )
     layout, sizes = PanelLayout(int(kind), rows, columns, group), 2.0 ** np.arange(COUNT, dtype=np.float32)
     factors = [factor_of(4.0 * float(size)) for size in sizes]
     given = random_numbers(COUNT, rows, columns, seed=seed)[0] * sizes[:, None, None]
@@ -293,7 +293,7 @@ def test_products_with_chosen_weights_are_those_in_float64(
             exact[pair] = given.exact[index] @ exact_tokens[pair * len(tokens) // chosen.size]
             exact[pair] += exact_bias[index] * has_bias
     of_all = np.abs(given.exact).sum(2).max() * np.abs(exact_tokens).max()
-    most = 1e-6 * of_all if kind in ("rows", "columns") else of_all / 65278 + 1e-5 * np.abs(exact) + 1e-5
+    most = 1e-6 * of_all if kind == "rows" else of_all / 65278 + 1e-5 * np.abs(exact) + 1e-5
     assert (np.abs(out - exact) <= most + (2.0**-8 * np.abs(exact) if storage == "bfloat16" else 0)).all()
 
 
@@ -400,7 +400,7 @@ def test_sums_of_experts_are_those_in_float64(kind, shape, tokens, of_token, sto
     some = experts(kind, *shape, storage, tokens, of_token, has_bias)
     sums, sizes = some.expected()
     # Tokens, and then gated numbers, are rounded to 16 bits of the largest number in a group.
-    most = 3e-6 * sizes if kind in ("rows", "columns") else 1e-4 * sizes + 1e-6
+    most = 3e-6 * sizes if kind == "rows" else 1e-4 * sizes + 1e-6
     assert (np.abs(some.run() - sums) <= most).all()
 
 

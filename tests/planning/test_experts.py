@@ -73,7 +73,8 @@ def test_experts_count_as_in_the_real_model(family: str):
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16)
     cost, matrices = cost_of(family), expert_matrices(model)
     total = sum(matrix.nbytes for matrix in matrices)
-    assert {layer.count for layer in cost.experts.layers} == {EXPERTS}
+    layers = {name.partition(".experts.")[0] for name, _ in model.named_parameters() if ".experts." in name}
+    assert cost.experts.largest_bytes == total // (EXPERTS * len(layers))
     assert cost.experts.total_bytes() == total
     assert model_cost(FAMILIES[family](), torch.float32).experts.total_bytes() == 2 * total
     assert cost.without_experts().weight_bytes == sum(weight.nbytes for weight in model.parameters()) - total
@@ -112,7 +113,7 @@ def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: 
     model = cost_of(family)
     plan = planned(model, bits)
     all_there = make_plan(model, Candidate("dynamic", Strategy.GPU), 512, Machine(2**45, 2**45))
-    slots = 2 * model.experts.total_bytes() // (EXPERTS * len(model.experts.layers))
+    slots = 2 * model.experts.largest_bytes
     assert all_there.device_bytes - plan.device_bytes == model.experts.total_bytes() - slots
     candidate = Candidate("dynamic", Strategy.GPU, bits, experts_on_host=True)
     running = candidate.running(model, candidate.cost(model, 512), 512)
@@ -143,7 +144,7 @@ def test_experts_are_on_the_host_where_only_all_else_fits_the_gpu():
 def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
     model = cost_of("olmoe")
     for candidate in expert_candidates(model, 512, 2**40):
-        lines = candidate.code(model).splitlines()
+        lines = candidate.program(model).splitlines()
         loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
         quantized = f"quantization_config=QuantizedWeightsConfig(bits={candidate.weights}, only_experts=True)"
         assert 'device_map="cpu"' in lines[loaded]

@@ -148,7 +148,11 @@ def plan_with(cache: str, seconds: float | None, short: int = 0, weights: int | 
     """Return a plan that was measured, unless there are no `seconds`; an offloaded one is streamed."""
     strategy = Strategy.STREAMED if cache == "offloaded" else Strategy.GPU
     measured = None if seconds is None else Measured(1.0, seconds, 2)
-    return Plan(cache, strategy, weights, 0, False, 1, 1, 1, 1, 1, short, 0, 1, "", measured)
+    sizes = dict.fromkeys(["device_bytes", "host_bytes", "kv_device_bytes", "kv_host_bytes", "longest_context"], 1)
+    short_of = {"short_device_bytes": short, "short_host_bytes": 0}
+    return Plan(
+        cache=cache, strategy=strategy, weights=weights, context=1, code="", measured=measured, **sizes, **short_of
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_the_lines_of_every_plan_run(folder: Path):
     plain = tiny_model("llama").generate(**inputs, max_new_tokens=4)
     for index, candidate in enumerate([*gpu_candidates(model, 500, 2**40), *cpu_candidates(model)]):
         continuations = 3 if index % 3 == 1 else 1
-        code, names = candidate.code(replace(model, continuations=continuations)), {"inputs": inputs}
+        code, names = candidate.program(replace(model, continuations=continuations)), {"inputs": inputs}
         code = code.replace('device_map="cuda"', 'device_map="cpu"')
         exec(code.replace("model.generate", "result = model.generate").replace("=200", "=4"), names)
         cache, result = names["cache"], names["result"]

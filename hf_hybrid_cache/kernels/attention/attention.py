@@ -17,11 +17,11 @@ from ..vector.vector_ir import BLOCK
 from .attention_call import (
     AttentionCall,
     cap_tile,
-    factor_of,
     mask_tile,
     merge_rows,
     reset_rows,
     row_bytes,
+    score_factor,
     scratch_at,
     stored_at,
     take_rows,
@@ -119,7 +119,7 @@ def _attend_block(element, part, item, head, start, address):
             score_bfloat16(element, query, stride, keys, stored.key_dim, scores, values)
         else:
             score(element, query, stride, keys, stored.key_dim, scores, values)
-        factor = factor_of(address)
+        factor = score_factor(address)
         if call.cap:
             cap_tile(scores, factor, address)
             factor = numba.float32(1)

@@ -171,7 +171,7 @@ def value_layout(address):
 
 
 @jit_inlined
-def factor_of(address):
+def score_factor(address):
     """The factor of the scores, in the exponent of 2."""
     return numba.float32(as_double(call_at(address, AttentionCall).factor))
 

@@ -3,15 +3,17 @@ Attention of many queries over blocks in host memory: a prompt, a chunk of one, 
 
 Attention of few queries (`attention`) is bound by memory; attention of many queries is bound by arithmetic. Hundreds of
 rows of one KV head take all blocks that one of them sees, with a running maximum (FlashAttention, arXiv:2205.14135).
-Each block, float or quantized, becomes an operand once for all these rows, see `block_operands`.
+Each block, float or quantized, becomes an operand once for all these rows: float32, or pairs of bfloat16 if the
+processor multiplies those (`tiles.score_pairs`).
 """
 
 import numba
 import numpy as np
 
+from ..forms.blocks import in_words
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined
-from ..vector.intrinsics import call_at, is_float32, is_packed
-from ..vector.numbers_at import integers_at
+from ..vector.intrinsics import call_at, is_float32, is_packed, widen
+from ..vector.numbers_at import array_at, bfloat16_at, floats_at, integers_at, rounded_to_upper_half
 from ..vector.parallel import split_work_to
 from ..vector.tiles import (
     ROWS,
@@ -27,19 +29,18 @@ from .attention import has_mask
 from .attention_call import (
     AttentionCall,
     cap_tile,
-    factor_of,
     key_layout,
     mask_tile,
     merge_rows,
     place_of,
     reset_rows,
     row_bytes,
+    score_factor,
     scratch_at,
     stored_at,
     take_rows,
     value_layout,
 )
-from .block_operands import dequantized, unpacked_or_packed
 
 
 @jit
@@ -104,7 +105,7 @@ def _attend_block(element, block, head, first, padded, memory, address):
         earliest_start, latest_start, earliest_end, latest_end = _borders(ranges)
         if earliest_start >= start + BLOCK or latest_end <= start:
             continue
-        query, factor = queries + row * stride, factor_of(address)
+        query, factor = queries + row * stride, score_factor(address)
         if is_packed(element):
             score_pairs(query, stride, keys, inner // 2, scores)
         else:
@@ -163,3 +164,102 @@ def _borders(ranges):
 def prefill_kernels(element: np.dtype) -> list[Needed]:
     """The kernel by which many queries attend to blocks of `element` and to quantized blocks beside them."""
     return [(attend_prefill, (numba.int64, numba.int64, numba.from_dtype(element)))]
+
+
+@jit_function
+def unpacked_or_packed(element, source, rows, columns, filled_rows, target):
+    """
+    Write the first rows of a block of `element`, `[rows, columns]`, as an operand, with zeros up to `filled_rows`.
+
+    source, target: addresses; filled_rows: an even number.
+    """
+    if is_packed(element):
+        _pack(source, rows, columns, filled_rows, target)
+        return
+    widen(element, source, rows * columns, target)
+    rest = floats_at(target + rows * columns * 4, (filled_rows - rows) * columns)
+    for index in range(rest.size):
+        rest[index] = 0
+
+
+@jit_function
+def _pack(source, rows, columns, filled_rows, target):
+    for row in range(0, filled_rows, 2):
+        first = array_at(source + row * columns * 2, columns, np.uint16(0))
+        second = array_at(source + (row + 1) * columns * 2, columns, np.uint16(0))
+        pairs = array_at(target + row * columns * 2, columns, np.uint32(0))
+        if row + 1 < rows:
+            for column in range(columns):
+                pairs[column] = np.uint32(first[column]) | np.uint32(np.uint32(second[column]) << np.uint32(16))
+        elif row < rows:
+            for column in range(columns):
+                pairs[column] = first[column]
+        else:
+            for column in range(columns):
+                pairs[column] = 0
+
+
+@jit_function
+def dequantized(element, packed_block, form, target):
+    """
+    Dequantize a packed block, `[inner, lanes]`, to an operand of the same form as those of `element`.
+
+    packed_block, target: addresses; form: its `PackedLayout`.
+    """
+    bits, lanes = form.bits, form.lanes
+    scales = packed_block + form.scales
+    minima = scales + form.minima
+    for index in range(0, form.inner, 2):
+        for number in range(form.groups):
+            start, size = number * form.group, min(form.group, lanes - number * form.group)
+            at = (number * form.inner + index) * 2
+            first = _codes(packed_block, index, bits, lanes, start)
+            second = _codes(packed_block, index + 1, bits, lanes, start)
+            parts = (
+                bfloat16_at(scales + at),
+                bfloat16_at(minima + at),
+                bfloat16_at(scales + at + 2),
+                bfloat16_at(minima + at + 2),
+            )
+            if is_packed(element):
+                _dequantize_pairs(first, second, bits, size, parts, target + (index // 2 * lanes + start) * 4)
+            else:
+                place = target + (index * lanes + start) * 4
+                _dequantize(first, bits, size, parts[0], parts[1], place)
+                _dequantize(second, bits, size, parts[2], parts[3], place + lanes * 4)
+
+
+@jit_function
+def _codes(packed_block, index, bits, lanes, start):
+    """The address of the words that hold the codes of an index, from a lane on, and the lowest bit of the codes."""
+    word, position = in_words(index, bits)
+    return packed_block + (word * lanes + start) * 4, position
+
+
+@jit_function
+def _dequantize(codes, bits, size, scale, minimum, target):
+    address, position = codes
+    words, numbers = array_at(address, size, np.uint32(0)), floats_at(target, size)
+    mask = np.uint32((1 << bits) - 1)
+    for lane in range(size):
+        code = np.uint32(words[lane] >> position) & mask
+        numbers[lane] = minimum + scale * np.float32(np.int32(code))
+
+
+@jit_function
+def _dequantize_pairs(first, second, bits, size, parts, target):
+    (first_address, first_position), (second_address, second_position) = first, second
+    first_scale, first_minimum, second_scale, second_minimum = parts
+    first_words, second_words = (
+        array_at(first_address, size, np.uint32(0)),
+        array_at(second_address, size, np.uint32(0)),
+    )
+    pairs = array_at(target, size, np.uint32(0))
+    mask = np.uint32((1 << bits) - 1)
+    for lane in range(size):
+        first_code = np.uint32(first_words[lane] >> first_position) & mask
+        second_code = np.uint32(second_words[lane] >> second_position) & mask
+        a = np.float32(first_minimum + first_scale * np.float32(np.int32(first_code))).view(np.uint32)
+        b = np.float32(second_minimum + second_scale * np.float32(np.int32(second_code))).view(np.uint32)
+        upper = np.uint32(np.uint32(rounded_to_upper_half(b)) << np.uint32(16))
+        pairs[lane] = np.uint32(rounded_to_upper_half(a)) | upper

@@ -89,7 +89,7 @@ class PanelLayout:
         return self.panels * self.panel_bytes
 
 
-class Coding(NamedTuple):
+class PanelCoding(NamedTuple):
     """One call of `_encode` or `_decode`."""
 
     numbers: int  # address of float32 or bfloat16 [rows, columns or more]
@@ -143,7 +143,7 @@ def _coding(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.
     assert panels.size == layout.num_bytes
     assert len(numbers) <= layout.rows - first * PANEL_ROWS
     assert numbers.shape[1] >= layout.columns
-    call = Coding(
+    call = PanelCoding(
         numbers=numbers.ctypes.data,
         is_bfloat16=numbers.dtype == np.uint16,
         row_bytes=numbers.strides[0],
@@ -159,12 +159,12 @@ def _coding(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.
 
 @jit
 def _encode(team, call):
-    split_work(team, (call_at(call, Coding).rows + LANES - 1) // LANES, _encode_panel, call)
+    split_work(team, (call_at(call, PanelCoding).rows + LANES - 1) // LANES, _encode_panel, call)
 
 
 @jit
 def _decode(team, call):
-    split_work(team, (call_at(call, Coding).rows + LANES - 1) // LANES, _decode_panel, call)
+    split_work(team, (call_at(call, PanelCoding).rows + LANES - 1) // LANES, _decode_panel, call)
 
 
 def panel_kernels() -> list[Needed]:
@@ -183,7 +183,7 @@ def _lines(call, panel):
 @jit_function
 def _encode_panel(panel, at):
     """Quantize the rows of a panel."""
-    call = call_at(at, Coding)
+    call = call_at(at, PanelCoding)
     lines, group = _lines(call, panel), call.group
     levels, scaling = np.float32((1 << call.bits) - 1), np.float32(1 / as_double(call.factor))
     codes, loaded = np.empty(group, np.uint32), np.empty(group, np.float32)
@@ -254,7 +254,7 @@ def _half(bits):
 @jit_function
 def _decode_panel(panel, at):
     """Dequantize the rows of a panel."""
-    call = call_at(at, Coding)
+    call = call_at(at, PanelCoding)
     lines, factor = _lines(call, panel), np.float32(as_double(call.factor))
     is_bfloat16, item = call.is_bfloat16 != 0, 2 if call.is_bfloat16 else 4
     height, out = min(LANES, call.rows - panel * LANES), call.numbers + panel * LANES * call.row_bytes

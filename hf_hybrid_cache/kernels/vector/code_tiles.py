@@ -1,7 +1,7 @@
 """
 The products of attention with a quantized block, for four query rows.
 
-Scales and minima are folded into the query, or the weights, before (`folding`). The products here are of small
+Scales and minima are folded into the query, or the weights, before (`attention.codes`). The products here are of small
 integers, or, the portable way, of codes turned into floats.
 """
 
@@ -131,9 +131,9 @@ def score_codes(
     """
     Write to the columns from `first` to `end` of `scores` the product of a folded query with the codes of keys.
 
-    bits: of a code; is_integer: whether `operand` has integers, see `folding`; operand: address of rows of `inner`
-    numbers; words: address of the words of packed keys, in rows of `BLOCK`; steps, constants: addresses of float32
-    `[ROWS]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address to prefetch, as many bytes as are read.
+    bits: of a code; is_integer: whether `operand` has integers, see `attention.codes`; operand: address of rows of
+    `inner` numbers; words: address of the words of packed keys, in rows of `BLOCK`; steps, constants: addresses of
+    float32 `[ROWS]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address to prefetch, as many bytes as are read.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:

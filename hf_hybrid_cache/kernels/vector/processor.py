@@ -34,6 +34,7 @@ def has_features(features: tuple[str, ...]) -> bool:
     return all(has_feature(cpu_target.target_context, feature) for feature in features)
 
 
+@cache
 def has_pair_dot() -> bool:
     """Whether there are dot products of pairs of 16-bit integers (x86-64 with AVX2)."""
     return any(map(has_features, (AVX512_VNNI, AVX_VNNI, AVX512, AVX2)))

@@ -2,8 +2,8 @@
 Products of tokens with matrices in host memory: `tokens @ matrix.T`, quantized or in full precision.
 
 One call multiplies with one matrix, or with several of one shape, such as a layer's experts, and reads only those that
-a token has chosen. Threads take parts of a matrix: panels, rows, or some rows of all columns if columns come before
-rows in memory. All tokens of the matrix are multiplied with them while they are in the cache.
+a token has chosen. Threads take parts of a matrix: panels, or rows. All tokens of the matrix are multiplied with them
+while they are in the cache.
 """
 
 from array import array
@@ -32,17 +32,14 @@ from ..vector.parallel import split_work, team_of_kernels, threads_of
 from ..vector.vector_ir import CACHE_LINE, LANES
 from .operands import round_group, whole_group, write_gated
 from .panel_tiles import SQUARE, SQUARE_BITS, TOKENS, multiply_panels
-from .plain_tiles import COLUMNS_AT_ONCE, ROW_TOKENS, STEP, add_columns, multiply_row
+from .plain_tiles import ROW_TOKENS, STEP, multiply_row
 
 # What the units of a matrix are, which threads take parts of.
-PANELS, ROWS, COLUMNS = range(3)
+PANELS, ROWS = range(2)
 # Bytes of a matrix that a thread takes at a time: few enough for all threads to end at about the same time, and not
 # fewer, because the first cache lines of a part come late.
 _PART_BYTES = 2**19
 _PARTS_OF_THREAD = 4
-# Rows of a part if columns come before rows. A column is read faster in parts of the best size; parts are smaller,
-# down to the least size, if otherwise a thread would have none.
-_BEST_ROWS, _LEAST_ROWS = 2048, 512
 # Numbers of tokens that a thread takes at a time. To wake another thread for fewer would take longer.
 _PART_NUMBERS = 2**15
 _SQUARE_PANELS, _SQUARE_TOKENS = SQUARE
@@ -51,7 +48,7 @@ _SQUARE_PANELS, _SQUARE_TOKENS = SQUARE
 class Weights(NamedTuple):
     """Matrices of one shape, one after the other, as kernels read them."""
 
-    kind: int  # `PANELS`, `ROWS`, or `COLUMNS` if columns come before rows in memory
+    kind: int  # `PANELS` or `ROWS`
     address: int  # of the first matrix
     count: int  # number of matrices
     matrix_bytes: int
@@ -149,22 +146,19 @@ class Products:
         return cls(weights, kept)
 
     @classmethod
-    def of_numbers(
-        cls, address: int, count: int, rows: int, columns: int, is_bfloat16: bool, is_transposed: bool = False
-    ) -> "Products":
+    def of_numbers(cls, address: int, count: int, rows: int, columns: int, is_bfloat16: bool) -> "Products":
         """
         Products with weights in full precision.
 
         Args:
-            address: of `[count, rows, columns]`, or of `[count, columns, rows]`.
+            address: of `[count, rows, columns]`.
             count: number of weights.
             rows: outputs of a weight.
             columns: inputs of a weight.
             is_bfloat16: whether weights are bfloat16, not float32.
-            is_transposed: whether columns come before rows in memory.
         """
-        kind, matrix_bytes = COLUMNS if is_transposed else ROWS, rows * columns * (2 if is_bfloat16 else 4)
-        return cls(Weights(kind, address, count, matrix_bytes, rows, columns, is_bfloat16, operand_columns=columns))
+        matrix_bytes = rows * columns * (2 if is_bfloat16 else 4)
+        return cls(Weights(ROWS, address, count, matrix_bytes, rows, columns, is_bfloat16, operand_columns=columns))
 
     def multiply(
         self,
@@ -307,9 +301,6 @@ def _parts(weights, runs, threads):
     parts = max(weights.matrix_bytes // _PART_BYTES, needed, 1)
     if weights.kind == PANELS:
         return min(parts, (weights.rows + LANES - 1) // LANES)
-    if weights.kind == COLUMNS:
-        needed = (threads + runs - 1) // max(runs, 1)
-        parts = min(parts, max(weights.rows // _BEST_ROWS, min(needed, weights.rows // _LEAST_ROWS), 1))
     return min(parts, weights.rows)
 
 
@@ -470,55 +461,25 @@ def _multiply_plain(part, product):
         for index in range(count):
             load_numbers(bias, matrix * product.bias_step + first, width, sums[index])
     numbers = Numbers(weights.address + matrix * weights.matrix_bytes, weights.is_bfloat16 != 0)
-    if weights.kind == ROWS:
-        steps = columns // STEP
-        whole = steps * STEP
-        tail, outputs = np.empty(columns - whole, np.float32), np.zeros(ROW_TOKENS[0], np.float32)
-        for row in range(width):
-            at = (first + row) * columns
-            load_numbers(numbers, at + whole, tail.size, tail)
-            done = 0
-            while done < count:
-                tokens = tokens_at_once(ROW_TOKENS[0], count - done)
-                if steps:
-                    inputs = operand[done].ctypes.data
-                    address = address_of(numbers, at)
-                    multiply_row(numbers.is_bfloat16, tokens, address, steps, inputs, stride, outputs.ctypes.data)
-                for index in range(tokens):
-                    total = outputs[index] + sums[done + index, row]
-                    for column in range(tail.size):
-                        total += tail[column] * operand[done + index, whole + column]
-                    sums[done + index, row] = total
-                done += tokens
-    else:
-        steps, together = width // STEP, columns // COLUMNS_AT_ONCE * COLUMNS_AT_ONCE
-        left = np.empty(width, np.float32)
-        for column in range(columns):
-            at = column * rows + first
-            if steps and column < together and column % COLUMNS_AT_ONCE == 0:
-                done = 0
-                while done < count:
-                    tokens = tokens_at_once(ROW_TOKENS[0], count - done)
-                    add_columns(
-                        numbers.is_bfloat16,
-                        tokens,
-                        address_of(numbers, at),
-                        rows * (2 if numbers.is_bfloat16 else 4),
-                        steps,
-                        operand[done].ctypes.data + column * 4,
-                        stride,
-                        sums[done].ctypes.data,
-                        width * 4,
-                    )
-                    done += tokens
-            # The rows that do not fill a step, or all rows of columns that do not fill four.
-            from_row = steps * STEP if column < together else 0
-            if from_row < width:
-                load_numbers(numbers, at + from_row, width - from_row, left)
-                for index in range(count):
-                    number = operand[index, column]
-                    for row in range(from_row, width):
-                        sums[index, row] += number * left[row - from_row]
+    steps = columns // STEP
+    whole = steps * STEP
+    tail, outputs = np.empty(columns - whole, np.float32), np.zeros(ROW_TOKENS[0], np.float32)
+    for row in range(width):
+        at = (first + row) * columns
+        load_numbers(numbers, at + whole, tail.size, tail)
+        done = 0
+        while done < count:
+            tokens = tokens_at_once(ROW_TOKENS[0], count - done)
+            if steps:
+                inputs = operand[done].ctypes.data
+                address = address_of(numbers, at)
+                multiply_row(numbers.is_bfloat16, tokens, address, steps, inputs, stride, outputs.ctypes.data)
+            for index in range(tokens):
+                total = outputs[index] + sums[done + index, row]
+                for column in range(tail.size):
+                    total += tail[column] * operand[done + index, whole + column]
+                sums[done + index, row] = total
+            done += tokens
     pairs = integers_at(product.pairs, product.places)
     for index in range(count):
         store_numbers(sums[index], out, pairs[start + index] * rows + first, width)

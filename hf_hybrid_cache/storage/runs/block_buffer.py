@@ -5,19 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ..kv_shape import kernel_element
 from ..memory.buffer_memory import HostMemory, Piece
 from ..memory.growth import GRANULE
 from .token_buffer import TokenBuffer
 
-BLOCK = GRANULE
 _LANES = 16
-# Numba has no name for bfloat16 and half precision: kernels read them as unsigned and as signed 16-bit integers.
-_ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-
-
-def kernel_element(dtype: torch.dtype) -> np.dtype | None:
-    """Return the NumPy type by which kernels read blocks of `dtype`; `None` if there is no kernel for it."""
-    return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
 
 
 def kernel_array(states: torch.Tensor) -> np.ndarray:
@@ -45,7 +38,7 @@ class BlockBuffer(TokenBuffer):
         transposed: tokens along the last axis, as kernels read keys.
     """
 
-    row_entries = BLOCK
+    row_entries = GRANULE
     is_lent = False  # states are copied out of blocks
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, memory: HostMemory, transposed: bool):
@@ -58,16 +51,16 @@ class BlockBuffer(TokenBuffer):
 
     def stored_shape(self, num_entries: int) -> torch.Size:
         batch, heads, _ = self.shape
-        block = (self.stored_dim, BLOCK) if self.transposed else (BLOCK, self.stored_dim)
+        block = (self.stored_dim, GRANULE) if self.transposed else (GRANULE, self.stored_dim)
         return torch.Size((self.rows(num_entries), batch, heads, *block))
 
     def write(self, start: int, states: torch.Tensor) -> None:
-        tokens, (block, offset) = states.shape[2], divmod(start, BLOCK)
+        tokens, (block, offset) = states.shape[2], divmod(start, GRANULE)
         if tokens == 1:  # a decode step: one operation
             if self._places[0] != block:
                 self._places = block, self._places_in(block)
             self._places[1][offset].copy_(states)
-        elif 0 < tokens <= BLOCK - offset:  # a step of several tokens: few operations
+        elif 0 < tokens <= GRANULE - offset:  # a step of several tokens: few operations
             self.held.seen.select(2, block).narrow(2, offset, tokens).copy_(states)
         else:
             for first, place in self._runs(start, start + tokens):
@@ -83,28 +76,28 @@ class BlockBuffer(TokenBuffer):
         return states
 
     def clear_rest(self, num_entries: int) -> None:
-        block, offset = divmod(num_entries, BLOCK)
+        block, offset = divmod(num_entries, GRANULE)
         if offset:
             self.held.seen[:, :, block, offset:] = 0
 
     def load(self, target: TokenBuffer, start: int, end: int) -> None:
         """Copy tokens `start` to `end` to the start of a buffer on a device, and take the blocks apart there."""
-        for first, last in self._pieces(start, end):
+        for first, last, copies in self._pieces(start, end):
             # One kernel takes apart what several copies bring: a launch takes as long as a copy of a MiB.
             piece = torch.empty_like(self.held.stored[first:last], device=target.device)
-            for begin, stop in self._copies(first, last):
+            for begin, stop in copies:
                 piece[begin - first : stop - first].copy_(self.held.stored[begin:stop], non_blocking=True)
             rows = self._as_seen(piece).flatten(2, 3)
-            target.write(first * BLOCK - start, rows.narrow(2, 0, min(end - first * BLOCK, rows.shape[2])))
+            target.write(first * GRANULE - start, rows.narrow(2, 0, min(end - first * GRANULE, rows.shape[2])))
 
     def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
         """Put the blocks with tokens `start` to `end` together on the device of a buffer, and copy them from there."""
-        for first, last in self._pieces(start, end):
+        for first, last, copies in self._pieces(start, end):
             make = torch.empty_like if self.stored_dim == self.shape[2] else torch.zeros_like
             piece = make(self.held.stored[first:last], device=source.device)
-            rows = source.read_range(first * BLOCK - first_there, last * BLOCK - first_there)
-            self._as_seen(piece).copy_(rows.unflatten(2, (last - first, BLOCK)))
-            for begin, stop in self._copies(first, last):
+            rows = source.read_range(first * GRANULE - first_there, last * GRANULE - first_there)
+            self._as_seen(piece).copy_(rows.unflatten(2, (last - first, GRANULE)))
+            for begin, stop in copies:
                 self.held.stored[begin:stop].copy_(piece[begin - first : stop - first], non_blocking=True)
 
     def _places_in(self, block: int) -> tuple[torch.Tensor, ...]:
@@ -115,9 +108,9 @@ class BlockBuffer(TokenBuffer):
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each run in `start` to `end`: its first token and a view `[batch, heads, blocks, tokens, head_dim]`."""
         while start < end:
-            block, offset = divmod(start, BLOCK)
-            blocks = (end - start) // BLOCK if offset == 0 and end - start >= BLOCK else 1
-            tokens = min(BLOCK - offset, end - start)
+            block, offset = divmod(start, GRANULE)
+            blocks = (end - start) // GRANULE if offset == 0 and end - start >= GRANULE else 1
+            tokens = min(GRANULE - offset, end - start)
             yield start, self.held.seen[:, :, block : block + blocks, offset : offset + tokens]
             start += blocks * tokens
 

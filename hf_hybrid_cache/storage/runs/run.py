@@ -1,15 +1,18 @@
-"""A run of a layer: some of its keys and values, one after the other in one place and form, in two growing buffers."""
+"""Runs of a layer: some of its keys and values, one after the other in one place and form, in two growing buffers."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
+import numpy as np
 import torch
 
 from ..kv_shape import KVShape, Pair
-from ..memory.growth import grown_capacity
+from ..memory.buffer_memory import DeviceMemory, HostMemory
+from ..memory.growth import GRANULE, InitialCapacity, grown_capacity
 from ..memory.host_memory import HostBudget, require_host_bytes
+from .block_buffer import BlockBuffer
 from .token_buffer import TokenBuffer
 
 _MOVED_TOKENS = 4096
@@ -160,3 +163,125 @@ class Run:
         self.is_intact = False
         yield
         self.is_intact = True
+
+
+class Resident(Run):
+    """
+    Keys and values on the compute device, in the layout that attention reads.
+
+    On the CPU growing costs nothing. On an accelerator it copies one tensor of one layer, once in thousands of tokens,
+    and never up to `capacity.device_tokens`.
+
+    Args:
+        capacity: of the buffers before the first token.
+        packed: states are packed blocks, one after the other.
+    """
+
+    def __init__(self, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, packed: bool = False):
+        entry_tokens = GRANULE if packed else 1
+        memory: DeviceMemory | HostMemory = DeviceMemory(shape.device, capacity.device_tokens, entry_tokens)
+        if shape.device.type == "cpu":
+            memory = HostMemory(capacity.host_tokens, entry_tokens, in_rows=packed)
+        keys = TokenBuffer(shape.keys, shape.key_dtype, memory, token_major=packed)
+        values = TokenBuffer(shape.values, shape.value_dtype, memory, token_major=packed)
+        super().__init__(shape, keys, values, budget)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that there is memory for."""
+        return min(self.keys.capacity, self.values.capacity)
+
+    def remove(self, start: int, end: int) -> None:
+        """Remove tokens `start` to `end` and move later ones into their places, in pieces that do not overlap."""
+        count = end - start
+        self.leave_to_holders(self.num_entries)
+        with self._changing():
+            for at in range(end, self.num_entries, count):
+                keys, values = self.read_range(at, min(at + count, self.num_entries))
+                self.keys.write(at - count, keys)
+                self.values.write(at - count, values)
+            self.num_entries -= count
+
+    def truncate(self, num_entries: int) -> None:
+        if num_entries < self.num_entries:
+            self.leave_to_holders(num_entries)
+        super().truncate(num_entries)
+
+    def leave_to_holders(self, keep: int) -> None:
+        """Move to other memory, with the first `keep` entries, if somebody holds what was read."""
+        for buffer in self.buffers():
+            buffer.leave_to_holders(keep)
+
+
+class HostBlocks(Run):
+    """
+    Keys and values in host memory, in the blocks that the kernels read, for attention on the CPU.
+
+    Args:
+        capacity: of the buffers before the first token.
+        packed: states are packed blocks.
+        pinned_for: page-lock the memory for copies to and from this device.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        capacity: InitialCapacity,
+        budget: HostBudget,
+        packed: bool = False,
+        pinned_for: torch.device | None = None,
+    ):
+        memory = HostMemory(capacity.host_tokens, GRANULE if packed else 1, pinned_for)
+        if packed:
+            keys = TokenBuffer(shape.keys, shape.key_dtype, memory, token_major=True)
+            values = TokenBuffer(shape.values, shape.value_dtype, memory, token_major=True)
+        else:
+            keys = BlockBuffer(shape.keys, shape.key_dtype, memory, transposed=True)
+            values = BlockBuffer(shape.values, shape.value_dtype, memory, transposed=False)
+        super().__init__(shape, keys, values, budget)
+
+    @classmethod
+    def like(cls, run: Run, num_entries: int = 0) -> "HostBlocks":
+        """Make an empty run for the entries of `run`, or for `num_entries`, with a budget of its own."""
+        entry_tokens = run.keys.entry_tokens
+        shape = run.shape._replace(device=torch.device("cpu"))
+        capacity = InitialCapacity(0, max(num_entries, run.num_entries))
+        return HostBlocks(shape, capacity, HostBudget(1, entry_tokens), entry_tokens == GRANULE)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return keys and values as kernels read them, see `BlockBuffer`; call `wait_until_stored` first."""
+        return self.keys.held.array, self.values.held.array
+
+    def rows(self) -> Pair:
+        """Return writable views of keys and values in whole rows, as they are stored; call `wait_for_copies` first."""
+        return self.keys.stored_rows(self.num_entries), self.values.stored_rows(self.num_entries)
+
+    def clear_rest(self) -> None:
+        """Zero the last row after the last entry, where removed tokens may be."""
+        for buffer in self.buffers():
+            buffer.clear_rest(self.num_entries)
+
+    def make_rows(self, num_entries: int) -> None:
+        """
+        Make rows with any content for so many entries, which count as stored from then on.
+
+        Raises:
+            HostMemoryError: the host has no room for them; nothing has changed then.
+        """
+        self.reserve(num_entries)
+        self.num_entries = num_entries
+
+    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int) -> bool:
+        """
+        Map the rows of keys and values to an open file, from `offsets` on; the entries count as stored then.
+
+        Returns:
+            False where the system cannot do that; use `make_rows` then.
+        """
+        pairs = zip(self.buffers(), offsets, strict=True)
+        if not all(buffer.map_file(file, offset, num_entries) for buffer, offset in pairs):
+            return False
+        # The budget is not asked: the pages are those of the file until they are written to.
+        self._budget.note(self, num_entries, self.bytes_per_token)
+        self.num_entries = num_entries
+        return True

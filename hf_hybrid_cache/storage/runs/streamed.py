@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import call
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from ..memory.growth import InitialCapacity
 from ..memory.host_memory import HostBudget
 from ..memory.page_lock import can_page_lock
 from ..stats import CacheStats
-from .host_blocks import HostBlocks
+from .run import HostBlocks
 from .streams import Event, Streams
 from .token_buffer import TokenBuffer
 
@@ -97,19 +98,23 @@ class Staging:
     @property
     def slots(self) -> list[Slot]:
         """All slots, also while another thread uses the cache."""
-        runs = [run for reference in self._runs if (run := reference()) is not None]
-        return [slot for run in runs if (slot := run.slot) is not None]
+        return [slot for run in filter(None, map(call, self._runs)) if (slot := run.slot) is not None]
 
     def order_from(self, current: "Streamed") -> list["Streamed"]:
         """Return the runs in the order in which they are used from now on, `current` first."""
-        runs = [run for reference in self._runs if (run := reference()) is not None]
+        runs = [*filter(None, map(call, self._runs))]
         position = runs.index(current)
         return runs[position:] + runs[:position]
 
     def prefetch(self, order: list["Streamed"]) -> None:
         """Start fetching the layers that follow the first one of `order` and are not on the device yet."""
-        upcoming = [run for run in order[1:] if run.is_streamed and not run.resident]
-        for run in upcoming[: self.prefetch_layers]:
+        left = self.prefetch_layers
+        for run in order[1:]:
+            if not left:
+                return
+            if not run.is_streamed or run.resident:
+                continue
+            left -= 1
             if run.num_entries > 0 and run.slot_with_past() is None:
                 try:
                     run.fetch(order)
@@ -318,7 +323,7 @@ class Streamed(HostBlocks):
     def is_lent(self) -> bool:
         """Whether somebody holds a part of what was read."""
         slot = self.slot
-        return slot is not None and (slot.keys.is_lent or slot.values.is_lent)
+        return slot is not None and (slot.keys.held.uses.is_shared or slot.values.held.uses.is_shared)
 
     def read(self, start: int = 0, end: int | None = None) -> Pair:
         self.streamed_from = min(self.streamed_from, start)

@@ -29,9 +29,8 @@ class Streams:
             copy()
         return self._issued
 
-    def copy_to_host(self, *copies: Callable[[], object], after: Iterable[Event]) -> Event:
-        """Run `copies` like `copy_to_device`, on the timeline of the other direction."""
-        return self.copy_to_device(*copies, after=after)
+    # The same on the timeline of the other direction.
+    copy_to_host = copy_to_device
 
     def computed(self) -> Event:
         """Return an event that happens when all computation issued so far is done."""

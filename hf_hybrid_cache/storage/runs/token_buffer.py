@@ -161,7 +161,7 @@ class TokenBuffer:
         target = self
         if len(indices) != self.shape[0] or self.is_lent:
             target = self._emptied(len(indices), num_entries)
-        for first, last in self._pieces(0, num_entries):
+        for first, last, _ in self._pieces(0, num_entries):
             piece = self._rows_of(self.held, first, last).index_select(1 if self.token_major else 0, indices)
             target._rows_of(target.held, first, last).copy_(piece)
         return target
@@ -204,13 +204,14 @@ class TokenBuffer:
     def _rows_of(self, piece: Piece, first: int, last: int) -> torch.Tensor:
         return piece.stored.narrow(0 if self.token_major else 2, first, last - first)
 
-    def _pieces(self, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """Split the rows of entries `start` to `end` into pieces of some MiB."""
+    def _pieces(self, start: int, end: int) -> Sequence[tuple[int, int, Iterable[tuple[int, int]]]]:
+        """Split the rows of entries `start` to `end` into pieces of some MiB, with the copies that move each."""
         first, last = start // self.row_entries, -(-end // self.row_entries)
         most = max(1, _PIECE_BYTES // max(1, self.row_entries * self.bytes_per_token))
-        if last - first <= most:  # most decode steps
-            return ((first, last),)
-        return [(start, min(start + most, last)) for start in range(first, last, most)]
+        if last - first <= most and self.held.lock is None:  # a decode step
+            return ((first, last, ((first, last),)),)
+        borders = [*range(first, last, most), last]
+        return [(*rows, self._copies(*rows)) for rows in itertools.pairwise(borders)]
 
     def _copies(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Split rows `first` to `last` into those that one copy can move, where page-locked ranges meet."""
