@@ -15,6 +15,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 import simulated
 from accelerator.orders import DEVICE
 from common.caches import dynamic, stock
+from common.slow import slow
 from models.tiny_models import llama, random_prompt, tiny_model
 from processes.groups import Group
 
@@ -73,7 +74,7 @@ def generate_together(bits: int | None, device: str, simulator: Path) -> list[li
     return tokens
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [None, slow(8)])
 def test_processes_share_the_cache_of_a_model_on_the_device(bits: int | None, pytestconfig: pytest.Config):
     with Group(2) as group:
         together = group.call(generate_together, bits, DEVICE, pytestconfig.cache.mkdir("simulated"))

@@ -18,6 +18,7 @@ def cost_of(config) -> ModelCost:
     return model_cost(config, torch.float32, chunk=CHUNK)
 
 
+@pytest.mark.default("values")
 @pytest.mark.parametrize("strategy", sorted(set(Strategy) - {Strategy.CPU}))
 @pytest.mark.parametrize("cache", ["offloaded", "quantized-4"])
 def test_layers_on_the_device_when_run_then_take_time(cache: str, strategy: Strategy):

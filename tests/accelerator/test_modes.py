@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,15 @@ pytestmark = pytest.mark.usefixtures("in_any_order")
 
 # torch does not copy memory of the simulated accelerator from Python, as these do.
 COPIED = {"assistant", "copied_prefix"} if IS_SIMULATED else set()
-# All modes with one family, and one mode with all.
-CASES = [(family, mode) for family, mode in FAMILIES_AND_MODES if family == "llama" or mode == "beams"]
-QUICK = [("llama", "prompt_lookup"), ("gemma3", "beams")]
 DECODED = {f"{name}_decoded_on_cpu": Variant(make, decode=DecodeOnCPU()) for name, make in CACHES.items()}
+# All modes with one family, and one mode with all.
+CASES = [
+    (cache, family, mode)
+    for cache in VARIANTS | DECODED
+    for family, mode in FAMILIES_AND_MODES
+    if mode not in COPIED and (family == "llama" or mode == "beams")
+]
+QUICK = set(zip(VARIANTS | DECODED, itertools.cycle([("llama", "prompt_lookup"), ("gemma3", "beams")]), strict=False))
 
 
 @functools.cache
@@ -32,9 +38,8 @@ def model_on_device(family: str) -> PreTrainedModel:
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize(
-    ("family", "mode"), [*QUICK, *(slow(*each) for each in CASES if each not in QUICK and each[1] not in COPIED)]
+    ("cache", "family", "mode"), [case if (case[0], case[1:]) in QUICK else slow(*case) for case in CASES]
 )
-@pytest.mark.parametrize("cache", VARIANTS | DECODED)
 def test_tokens_and_logits_are_those_of_dynamic_cache(cache: str, family: str, mode: str):
     variant = (VARIANTS | DECODED)[cache]
     if DEVICE == "cuda" and variant.more:

@@ -4,12 +4,14 @@ import copy
 import gc
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
+from hf_hybrid_cache import DeviceMemoryError, DynamicHybridCache, HybridCache, OffloadedHybridCache, Placement
 from hf_hybrid_cache.storage import (
     CacheStats,
     HostBudget,
@@ -19,11 +21,10 @@ from hf_hybrid_cache.storage import (
     Streamed,
     streams_for,
 )
-from hf_hybrid_cache.storage.runs.streamed import Slot
 from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams
 
 import simulated
-from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
+from accelerator.orders import CONFIG, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
 
 PLACEMENTS = {
     "prefetch": Placement(offload=True),
@@ -48,10 +49,12 @@ def make_cache(name: str, host_tokens: int = 131_072) -> HybridCache:
     return cache
 
 
-def fill(cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: bool = True) -> list[torch.Tensor]:
+def fill(
+    cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: bool = True, first: int = 0
+) -> list[torch.Tensor]:
     """Return the tensors that attention gets in all layers and steps; those on the device are compared later."""
     given = []
-    for step, num_tokens in enumerate(steps):
+    for step, num_tokens in enumerate(steps, first):
         for layer in range(NUM_LAYERS):
             new = states(num_tokens, 100 * step + layer, batch=2)
             new = sent(new) if on_device else new
@@ -117,44 +120,47 @@ def test_layer_when_its_slot_was_taken_then_is_fetched_after_its_save(order: str
     assert torch.equal(values, -states(70, 1))
 
 
-@all_orders
-@pytest.mark.parametrize("direction", ["to the device", "to the host"])
-def test_a_slot_dropped_with_a_copy_under_way_harms_nobody(direction: str, order: str):
-    """The slot's memory is free for computation at once."""
-    with in_order(order):
-        shape = KVShape.of(sent(states(1, 0)), sent(states(1, 0)))
-        streams = AcceleratorStreams(shape.device)
-        host = torch.ones(4096, 1, 2, 4).pin_memory()
-        slot = Slot(shape, streams)
-        slot.ensure(4096, keep=0)
-        target = slot.keys.read_range(0, 4096).permute(2, 0, 1, 3)
-        if direction == "to the device":
-            copy_it = lambda target=target: target.copy_(host, non_blocking=True)  # noqa: E731
-            slot.arrived = streams.copy_to_device(copy_it, after=[streams.computed()])
-        else:
-            target.fill_(2.0)
-            copy_it = lambda target=target: host.copy_(target, non_blocking=True)  # noqa: E731
-            slot.saved = streams.copy_to_host(copy_it, after=[streams.computed()])
-        del slot, target, copy_it
-        others = [torch.zeros(1, 2, 4096, 4, device=DEVICE) for _ in range(8)]
-        results = [kept(other) for other in others]
-        torch.accelerator.synchronize()
-        assert not any(result.any() for result in results)
-        assert torch.equal(host, torch.full_like(host, 1.0 if direction == "to the device" else 2.0))
+@contextmanager
+def room_for(layers: float) -> Iterator[None]:
+    """Leave the device memory for so many layers of 500 tokens and their room to grow."""
+    num_bytes = int(layers * 2 * states(768, 0, batch=2).nbytes)
+    with simulated.memory_limit(simulated.memory_allocated() + num_bytes):
+        yield
 
 
 @all_orders
 @needs_simulation
 def test_a_device_without_room_for_resident_layers_streams_them(order: str):
-    layer_bytes = 2 * states(768, 0, batch=2).nbytes  # the capacity for 500 tokens
     cache = OffloadedHybridCache(CONFIG, resident_layers=NUM_LAYERS, cpu_decode=False)
     steps = (100,) * 5
-    with in_order(order), simulated.memory_limit(simulated.memory_allocated() + 7 * layer_bytes // 2):
-        with pytest.warns(UserWarning, match="resident layers are streamed from now on"):
+    with in_order(order), room_for(3.5):
+        with pytest.warns(UserWarning, match=r"ran out of memory: \d resident layers are streamed from now on"):
             given = fill(cache, steps)
         torch.accelerator.synchronize()
     assert cache.stats.evictions > 0
     assert all(map(torch.equal, given, fill(DynamicCache(config=CONFIG), steps, on_device=False)))
+
+
+@needs_simulation
+def test_a_layer_that_has_no_room_on_the_device_is_told_and_not_lost():
+    """The error says what to use instead. Where room is found after it, the same cache goes on."""
+    cache, steps = OffloadedHybridCache(CONFIG, cpu_decode=False), (100,) * 5
+    fill(cache, steps[:1])
+    said = r"layer \d, which holds \d+ .*prefill_chunk_size=512"
+    with room_for(0.5), pytest.raises(torch.OutOfMemoryError, match=said):
+        fill(cache, steps[1:], first=1)
+    cache.drop_unfinished()
+    done = cache.get_seq_length() // 100
+    given, expected = fill(cache, steps[done:], first=done), fill(DynamicCache(config=CONFIG), steps, on_device=False)
+    torch.accelerator.synchronize()
+    assert all(map(torch.equal, given, expected[-len(given) :]))
+
+
+@needs_simulation
+def test_a_cache_on_the_device_says_what_to_use_instead():
+    cache = DynamicHybridCache(CONFIG, cpu_decode=False)
+    with room_for(0.5), pytest.raises(DeviceMemoryError, match=r"OffloadedHybridCache.*QuantizedHybridCache"):
+        fill(cache, (100,) * 5)
 
 
 @needs_simulation

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, PrefixStore, QuantizedHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 
 from accelerator.orders import DEVICE
+from common.slow import slow_but
 from models.tiny_models import random_prompt, tiny_model
 from prefix_store.prompts import Talk, hits, prompts
 
@@ -34,23 +33,11 @@ pytestmark = [
 @pytest.mark.parametrize("name", CACHES)
 def test_hit_when_on_the_device_then_equals_a_cold_read(name: str, tmp_path: Path):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
-    both = [prompt.to(DEVICE) for prompt in prompts(common=2300, first=30, second=60)]
-    assert hits(tmp_path, model, CACHES[name], *both, document=2300) == [0, 2300]
+    both = [prompt.to(DEVICE) for prompt in prompts(common=700, first=30, second=60)]
+    assert hits(tmp_path, model, CACHES[name], *both, document=700) == [0, 700]
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_generate_with_a_store_on_the_device_answers_as_in_two_calls(name: str, tmp_path: Path):
-    model, cache = copy.deepcopy(tiny_model("llama")).to(DEVICE), CACHES[name](tiny_model("llama").config)
-    options = {"max_new_tokens": 8, "do_sample": False, "num_return_sequences": 2, "num_beams": 2}
-    of_store = {"custom_generate": PrefixStore(tmp_path / "store"), "document_tokens": 300, "progress": False}
-    for prompt in prompts(common=300, first=30, second=60):
-        ids = prompt.to(DEVICE)
-        ours = model.generate(ids, **cache_argument(CACHES[name](model.config)), **of_store, **options)
-    PrefixStore(tmp_path / "cold").prefill(model, ids, cache, document_tokens=300, progress=False)
-    assert torch.equal(ours, model.generate(ids, **cache_argument(cache), **options))
-
-
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", slow_but(["on the device", "4 bits, streamed", "divided"], CACHES))
 def test_conversation_when_on_the_device_then_goes_on(name: str, tmp_path: Path):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     talk = Talk(tmp_path, model, CACHES[name], random_prompt(1, 700).to(DEVICE))

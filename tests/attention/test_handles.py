@@ -21,7 +21,6 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     StaleHandleError,
 )
-from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.kernels.attention.workspace import set_prefill_kernel
 
@@ -60,12 +59,6 @@ def decode_step(
     return handles, tensors, query_of(new)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels_are_compiled():
-    """Compile kernels first: Numba catches warnings while it compiles, for the whole process."""
-    compile_kernels(torch.float32, False, lambda: None)
-
-
 @pytest.fixture
 def never_materialised():
     """Turn the warning that states were materialised into an error."""
@@ -89,7 +82,7 @@ OPERATIONS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("past", [1, 62, 63, 64, 200])
+@pytest.mark.parametrize("past", [1, 63, 64, 200])
 def test_any_operation_gets_the_real_states(past: int, is_streamed: bool):
     handles, tensors, _ = decode_step(past, is_streamed=is_streamed)
     with pytest.warns(UserWarning, match=WARNING) as caught:
@@ -214,7 +207,7 @@ def test_chunks_are_handles_where_the_kernel_attends_to_them(torch_attends):
 
 @pytest.mark.parametrize(
     ("cpu_decode", "expected"),
-    [(None, [True, True]), (True, [True, True]), (False, [False, False]), ([1], [False, True]), ((), [False, False])],
+    [(None, [True, True]), (False, [False, False]), ([1], [False, True]), ((), [False, False])],
 )
 def test_layers_attended_on_the_cpu_are_those_asked_for(cpu_decode, expected: list[bool]):
     cache = HybridCache(CONFIG, Placement(cpu_decode=cpu_decode))
@@ -273,11 +266,3 @@ def test_result_when_next_layer_attends_then_is_not_overwritten(never_materialis
         results.append(scaled_dot_product_attention(query_of(1), *handles, enable_gqa=True))
         results.append(results[-1].clone())
     assert torch.equal(results[0], results[1])
-
-
-def test_memory_for_many_shapes_of_queries_is_given_back():
-    cache = DynamicHybridCache(CONFIG, cpu_decode=True)
-    cache.update(*states(3, 0), 0)
-    for new in range(1, 17):
-        scaled_dot_product_attention(query_of(new), *cache.update(*states(new, 0), 0), enable_gqa=True)
-    assert len(cache._stores.attention._host._workspaces) <= 8

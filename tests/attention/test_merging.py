@@ -9,27 +9,23 @@ from hf_hybrid_cache.attention.torch_attention import PartialAttention, merged, 
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [63, 64], [10, 10, 40], [0, 70]])
-@pytest.mark.parametrize("spread", [1.0, 100.0])
-def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int], spread: float):
+def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int]):
     torch.manual_seed(0)
-    scores = spread * torch.randn(2, 3, 5, 70, dtype=torch.float64)
+    scores, values = 30 * torch.randn(2, 3, 5, 70, dtype=torch.float64), torch.randn(2, 3, 70, 8, dtype=torch.float64)
     scores[0, 1, 2, 5:] = -torch.inf  # all but the first tokens are not seen by this row
     scores[1, 0, :, 64:] = -torch.inf
     scores[1, 2, 3] = -torch.inf  # a row that sees none
-    values = torch.randn(2, 3, 70, 8, dtype=torch.float64)
     expected = scores.softmax(-1).nan_to_num(0) @ values
-    parts = [slice(*pair) for pair in itertools.pairwise([0, *cuts, 70])]
-    for order in (parts, parts[::-1]):
-        one_by_one, partial = None, []
-        for part in order:
-            of_part = scores[..., part]
-            out = of_part.softmax(-1).nan_to_num(0) @ values[:, :, part]
-            partial.append(PartialAttention(out.float(), of_part.logsumexp(-1).float()))
-            one_by_one = merged(one_by_one, partial[-1])
-        at_once = merged_at_once(*(torch.stack(each) for each in zip(*partial, strict=True)))
-        for result in (one_by_one, at_once):
-            torch.testing.assert_close(result.out.double(), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(result.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    one_by_one, parts = None, []
+    ends = list(itertools.pairwise([0, *cuts, 70]))
+    for part in itertools.starmap(slice, ends[1:] + ends[:1]):
+        out = scores[..., part].softmax(-1).nan_to_num(0) @ values[:, :, part]
+        parts.append(PartialAttention(out.float(), scores[..., part].logsumexp(-1).float()))
+        one_by_one = merged(one_by_one, parts[-1])
+    at_once = merged_at_once(*(torch.stack(each) for each in zip(*parts, strict=True)))
+    for result in (one_by_one, at_once):
+        torch.testing.assert_close(result.out.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_merging_when_a_part_is_nan_then_result_is_nan():

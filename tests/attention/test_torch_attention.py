@@ -43,9 +43,7 @@ def check(
     case = Case(*(states.double().cpu().numpy() for states in (query, keys, values)))
     if draw(st.booleans()):
         keys, values = (states.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for states in (keys, values))
-    masks = random_masks(draw, case, seed=1)
-    if "bias" in masks:
-        masks["bias"] = torch.from_numpy(masks["bias"]).to(dtype).float().numpy()
+    masks = random_masks(draw, case, 1, dtype)
     seen = as_torch_mask(case, dtype, **masks)
     out, lse = attend(Queries(query, 1, scale, None if seen is None else seen.to(device)), keys, values)
     expected, expected_lse = attention(case, scale or dims[0] ** -0.5, **masks)

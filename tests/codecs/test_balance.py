@@ -9,7 +9,7 @@ from hf_hybrid_cache import minmax
 from hf_hybrid_cache.codecs import ChannelScaling, MinMaxCodec
 from hf_hybrid_cache.codecs.channel_scaling import factors_for_keys, rotation_matrix_for_values
 
-from common.channel_scaled import random_factors, random_rotation_matrix
+from common.channel_scaled import random_factors
 
 TOKENS = 1024
 
@@ -40,52 +40,47 @@ def fitted(bits: int, states: torch.Tensor, queries: torch.Tensor | None, role: 
     return result
 
 
+def inverse_scales(sigma: float) -> torch.Tensor:
+    """Scales that differ by channel, for keys whose queries have the inverses."""
+    return torch.exp(sigma * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(2)))
+
+
 @pytest.mark.default("pairs")
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("dim", [64, 80, 96, 256])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("bias", [0.0, 10.0])
 def test_scores_when_keys_are_scaled_then_are_as_good_as_rotated_or_plain(
     bits: int, dim: int, spread: float, bias: float
 ):
+    """They are much better where channels of keys and queries differ."""
     keys, queries = keys_and_queries(dim, spread, seed=dim, bias=bias)
     chosen = score_error(fitted(bits, keys, queries, "keys"), keys, queries)
     others = [score_error(minmax(bits, rotate=rotate).keys, keys, queries) for rotate in (True, False)]
     # With 2 bits, codes of numbers that are not rotated cover less of a range, for a reason that is not in this error.
-    assert chosen < (1.25 if bits == 2 else 1.1) * min(others)
-
-
-def test_where_channels_of_keys_and_queries_differ_they_are_much_better():
-    keys, queries = keys_and_queries(128, 2.0, seed=3)
-    chosen = score_error(fitted(4, keys, queries, "keys"), keys, queries)
-    assert chosen < 0.5 * min(score_error(minmax(4, rotate=rotate).keys, keys, queries) for rotate in (True, False))
+    most = 0.5 if spread == 2 and not bias else 1.25 if bits == 2 else 1.1
+    assert chosen < most * min(others)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("sigma", [0.5, 2.0])
-def test_key_channel_scales_when_queries_have_inverses_then_change_nothing(bits: int, sigma: float):
+def test_key_channel_scales_when_queries_have_inverses_then_change_nothing(bits: int):
     keys, queries = keys_and_queries(64, 0.5, seed=1)
-    scales = torch.exp(sigma * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(2)))
-    errors = [
-        score_error(fitted(bits, some_keys, some_queries, "keys"), some_keys, some_queries)
-        for some_keys, some_queries in ((keys, queries), (keys * scales, queries / scales))
-    ]
-    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+    error, *others = (
+        score_error(fitted(bits, keys * scales, queries / scales, "keys"), keys * scales, queries / scales)
+        for scales in map(inverse_scales, (0.0, 0.5, 2.0))
+    )
+    assert others == pytest.approx([error] * 2, rel=0.05)
 
 
-def test_without_queries_keys_whose_channels_differ_wildly_are_evened_out():
-    keys, queries = keys_and_queries(64, 0.3, seed=1)
-    scales = torch.exp(2 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(2)))
-    keys, queries = keys * scales, queries / scales
-    rotated = score_error(minmax(4, rotate=True).keys, keys, queries)
-    assert score_error(fitted(4, keys, None, "keys"), keys, queries) < rotated / 20
-
-
-def test_a_single_query_is_no_worse_a_guide_than_none_at_all():
+def test_few_or_no_queries_are_nearly_as_good_a_guide_as_all():
     keys, queries = keys_and_queries(64, 0.5, seed=1)
     errors = [score_error(fitted(4, keys, seen, "keys"), keys, queries) for seen in (queries, queries[:, :, :1], None)]
     assert errors[0] < errors[1] < 2 * errors[0]
     assert errors[1] < 2 * errors[2]
+    keys, queries = keys_and_queries(64, 0.3, seed=1)
+    keys, queries = keys * inverse_scales(2.0), queries / inverse_scales(2.0)
+    rotated = score_error(minmax(4, rotate=True).keys, keys, queries)
+    assert score_error(fitted(4, keys, None, "keys"), keys, queries) < rotated / 20
 
 
 def output_error(bits: int, values: torch.Tensor, mixture: torch.Tensor) -> float:
@@ -120,6 +115,7 @@ def test_values_when_gain_or_tokens_are_few_then_are_not_mixed():
     assert rotation_matrix_for_values(uneven[:1, :, :64]) is None
 
 
+@pytest.mark.default("values")
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("dead", [0, 1, 31, 32])
 def test_any_finite_states_give_finite_weights_whose_inverse_is_finite(scale: float, dead: int):
@@ -138,21 +134,6 @@ def test_any_finite_states_give_finite_weights_whose_inverse_is_finite(scale: fl
         decoded = torch.empty_like(states)
         codec.decode(codec.encode(states), decoded)
         assert (decoded - states).abs().max() <= 0.05 * states.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("role", ["keys", "values"])
-@pytest.mark.parametrize("dim", [64, 80, 24])
-def test_balanced_records_are_those_of_scaled_states_without_balance(role: str, dim: int, dtype: torch.dtype):
-    """An accelerator scales and undoes it by operations of torch, with other rounding errors."""
-    given = torch.randn(2, 3, 192, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scaling = random_factors(3, dim, 1) if role == "keys" else random_rotation_matrix(3, dim, 1)
-    codec, plain = (MinMaxCodec(8, 64, role == "keys", channel_scaling=each) for each in (scaling, None))
-    decoded, through = torch.empty_like(given), torch.empty(given.shape)
-    codec.decode(codec.encode(given), decoded)
-    plain.decode(plain.encode(scaling.applied(given)), through)
-    torch.testing.assert_close(decoded, scaling.undone(through).to(dtype), rtol=1e-2, atol=2e-2)
-    torch.testing.assert_close(decoded, given, rtol=0.05, atol=0.4)
 
 
 @pytest.mark.parametrize(

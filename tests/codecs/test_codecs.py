@@ -3,15 +3,18 @@
 import sys
 from typing import ClassVar
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from contracts.codecs import CodecContract, random_states, read
+from hypothesis import given
 
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
 from hf_hybrid_cache.codecs.torch_quantization import dequantize_by_torch, quantize_by_torch
 
 from common.channel_scaled import channel_scaled
+from common.soak import search_at_random
 
 BITS = [8, 4, 2]
 
@@ -75,37 +78,30 @@ def test_codes_of_quanto_when_decoded_then_are_numbers_of_quanto(bits: int):
     assert torch.equal(read(codec, given), (scale * codes - shift).T.reshape(given.shape))
 
 
-@pytest.mark.default("pairs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 24, 128, 130])
-@pytest.mark.parametrize("group_size", [16, 64])
-@pytest.mark.parametrize("codec", [minmax(bits, rotate=rotate) for bits in BITS for rotate in (True, False)])
+@search_at_random(20)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dim=st.sampled_from([64, 80, 24, 128, 130]),
+    codec=st.builds(
+        MinMaxCodec, st.sampled_from(BITS), st.sampled_from([16, 64]), st.booleans(), is_rotated=st.booleans()
+    ),
+)
 def test_operations_of_torch_write_and_read_the_records_of_the_kernels(
-    codec: KVCodec, group_size: int, dim: int, dtype: torch.dtype
+    codec: MinMaxCodec, dim: int, dtype: torch.dtype
 ):
-    for role in (codec.keys, codec.values):
-        assert isinstance(role, MinMaxCodec)
-        role = MinMaxCodec(role.bits, group_size, role.per_channel, role.is_rotated)
-        layout, given = role.layout(dim), random_states(dim, dtype=dtype)
-        ours, theirs = role.encode(given), quantize_by_torch(given, layout, role._share)
-        assert ours.shape == theirs.shape == (2, 3, 3, role.packed_bytes(dim))
-        decoded = torch.empty_like(given)
-        role.decode(ours, decoded)
-        torch.testing.assert_close(decoded, dequantize_by_torch(ours, layout).to(dtype), rtol=1e-2, atol=1e-5)
-        # Numbers that lie between two codes may get either; both are as far off.
-        assert (ours != theirs).float().mean() < 0.05
-        errors = [(dequantize_by_torch(packed, layout) - given.float()).square().mean() for packed in (ours, theirs)]
-        torch.testing.assert_close(*errors, rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_operations_of_torch_refuse_what_is_not_finite_too(bad: float):
-    given = random_states()
-    given[1, 2, 77, 5] = bad
-    codec = minmax(4).keys
-    assert isinstance(codec, MinMaxCodec)
+    layout, states = codec.layout(dim), random_states(dim, dtype=dtype)
+    ours, theirs = codec.encode(states), quantize_by_torch(states, layout, codec._share)
+    assert ours.shape == theirs.shape == (2, 3, 3, codec.packed_bytes(dim))
+    decoded = torch.empty_like(states)
+    codec.decode(ours, decoded)
+    torch.testing.assert_close(decoded, dequantize_by_torch(ours, layout).to(dtype), rtol=1e-2, atol=1e-5)
+    # Numbers that lie between two codes may get either; both are as far off.
+    assert (ours != theirs).float().mean() < 0.05
+    errors = [(dequantize_by_torch(packed, layout) - states.float()).square().mean() for packed in (ours, theirs)]
+    torch.testing.assert_close(*errors, rtol=1e-2, atol=0)
+    states[1, 2, 77, 5] = torch.inf
     with pytest.raises(ValueError, match="infinite, not a number"):
-        quantize_by_torch(given, codec.layout(64))
+        quantize_by_torch(states, layout)
 
 
 @pytest.mark.parametrize(

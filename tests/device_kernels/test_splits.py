@@ -13,7 +13,6 @@ from kernels.reference import Case, as_torch_mask, attention, hadamard, random_m
 from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout
 
-from common.slow import slow_but
 from common.soak import search_at_random
 
 SCALE = 0.125
@@ -60,19 +59,12 @@ def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch
     return attend_in_splits(query, turned, keys, values, made.codes, made.case.query.shape[2], mask, SCALE)
 
 
-def merged_plainly(made: Made, splits: Splits) -> tuple[np.ndarray, np.ndarray]:
-    """Merge all splits plainly, in float64."""
-    outs, lse = (each.double().cpu().numpy() for each in splits)
-    if made.codes.value_layout.rotation > 1:
-        outs[..., :-1, :] @= hadamard(outs.shape[-1])
-    highest = np.maximum(lse.max(axis=-1, keepdims=True), -1e300)
-    weights = np.exp(lse - highest)
-    total = weights.sum(axis=-1)
-    out = np.einsum("bhrp,bhrpd->bhrd", weights, outs) / np.where(total == 0, 1, total)[..., None]
-    with np.errstate(divide="ignore"):
-        lse = highest[..., 0] + np.log(total)
-    shape = made.case.query.shape[:3]
-    return out.reshape(*shape, -1), lse.reshape(shape)
+def result_of(made: Made, splits: Splits) -> np.ndarray:
+    """Merge all splits, as `[batch, query_heads, query_length, value_dim]`."""
+    value_dim = splits.outs.shape[-1]
+    is_rotated = made.codes.value_layout.rotation > 1
+    turn = torch.from_numpy(hadamard(value_dim)).float()[None].to(splits.outs.device) if is_rotated else None
+    return merged(splits, turn, torch.float32).reshape(*made.case.query.shape[:3], -1).double().cpu().numpy()
 
 
 def check(
@@ -84,26 +76,22 @@ def check(
     """Run a call, and compare its splits, merged, with float64 under the same masks, of which `mask` is made."""
     splits = run(made, mask, dtype)
     assert splits.outs.dtype == splits.lse.dtype == torch.float32
-    for ours, exact in zip(merged_plainly(made, splits), attention(made.case, SCALE, **(masks or {})), strict=True):
-        seen = np.isfinite(exact)
-        assert np.array_equal(np.isfinite(ours), seen)
-        largest = max(1.0, np.abs(exact[seen]).max(initial=0))
-        np.testing.assert_allclose(ours[seen], exact[seen], rtol=0, atol=BOUNDS[dtype] * largest)
+    exact, _ = attention(made.case, SCALE, **(masks or {}))
+    largest = max(1.0, np.abs(made.case.values).max())
+    np.testing.assert_allclose(result_of(made, splits), exact, rtol=0, atol=BOUNDS[dtype] * largest)
     return splits
 
 
-@pytest.mark.parametrize(("first", "coded", "last"), [(0, 0, 1), (1, 0, 1), (0, 1, 64), (2, 33, 127), (0, 3, 65)])
-def test_ends_and_codes_of_any_length_are_split_into_parts(device, first: int, coded: int, last: int):
-    splits = check(make(device, last, first=first, coded=coded, dims=(16, 16)))
-    num_splits = splits.outs.shape[3]
-    assert num_splits > 3 if coded == 33 else num_splits == 1 or coded
+def test_many_codes_are_split_into_parts(device):
+    splits = check(make(device, 127, first=2, coded=16, dims=(16, 16)))
+    assert splits.outs.shape[3] > 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@search_at_random(15)
+@search_at_random(12)
 @given(data=st.data())
 def test_codes_and_states_are_attended_to_under_any_mask_as_in_float64(device, dtype: torch.dtype, data: st.DataObject):
-    is_wide = data.draw(st.integers(0, 4)) == 0
+    is_wide = data.draw(st.integers(0, 9)) == 0
     made = make(
         device,
         first=data.draw(st.integers(0, 2)),
@@ -122,35 +110,20 @@ def test_codes_and_states_are_attended_to_under_any_mask_as_in_float64(device, d
         seed=data.draw(st.integers(0, 99)),
     )
     # Queries in the middle of a prompt come with a mask, so that there is no flag for them.
-    masks = random_masks(data.draw, made.case, seed=1)
-    if "bias" in masks:
-        masks["bias"] = torch.from_numpy(masks["bias"]).to(dtype).float().numpy()
+    masks = random_masks(data.draw, made.case, 1, dtype)
     mask = as_torch_mask(made.case, dtype, **masks)
     check(made, dtype, masks, None if mask is None else mask.to(device))
-
-
-def test_where_nothing_is_seen_the_result_is_zero(device):
-    made = make(device, group=2)
-    nothing = np.zeros((1, 2, 1, made.case.tokens), np.uint8)
-    splits = check(made, masks={"visible": nothing}, mask=torch.from_numpy(nothing).bool().to(device))
-    assert (splits.outs == 0).all()
-    assert (splits.lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("role", [0, 1])
 def test_attention_when_not_finite_then_result_is_not_finite(device, role: int):
     made = make(device)
     made.ends[role][0, 0, 3, 5] = torch.nan
-    splits = run(made)
-    out, _ = merged_plainly(made, splits)
-    assert np.isnan(out).any()
-    assert merged(splits, None, torch.float32).isnan().any()
+    assert np.isnan(result_of(made, run(made))).any()
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 65, 130])
-@pytest.mark.parametrize("form", slow_but([(0, 64), (2, 80)], [(0, 64), (1, 64), (2, 80), (2, 256)]))
-def test_parts_are_merged_by_what_was_seen_of_them(device, num_splits: int, form: tuple[int, int]):
-    maps, value_dim = form
+@pytest.mark.parametrize(("num_splits", "maps", "value_dim"), [(1, 0, 64), (65, 1, 64), (130, 2, 80)])
+def test_parts_are_merged_by_what_was_seen_of_them(device, num_splits: int, maps: int, value_dim: int):
     generator = torch.Generator().manual_seed(0)
     outs = torch.randn(2, 2, 3, num_splits, value_dim, generator=generator)
     lse = 4 * torch.randn(2, 2, 3, num_splits, generator=generator)

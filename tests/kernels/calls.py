@@ -49,8 +49,6 @@ needs_dot_product = pytest.mark.skipif(
     not uses_integer_kernels(), reason="the processor has no integer dot products (x86-64 with AVX2)"
 )
 INTEGERS = pytest.param("integers", marks=needs_dot_product)
-FEW_WAYS = pytest.mark.parametrize("way", ["few", INTEGERS])
-FLOAT_WAYS = pytest.mark.parametrize("way", ["few", "many"])
 EVERY_WAY = pytest.mark.parametrize("way", ["few", INTEGERS, "many"])
 
 
@@ -90,8 +88,13 @@ def make(
     is_rotated: bool = True,
     seed: int = 0,
     rounded_query: bool = False,
+    scaling: str = "none",
 ) -> tuple[Case, Stored]:
-    """Random numbers of `first` blocks, `coded` blocks and `tokens`; a rounded query is in `storage`, too."""
+    """
+    Random numbers of `first` blocks, `coded` blocks and `tokens`; a rounded query is in `storage`, too.
+
+    Channels of codes have "none" scaling, that of keys by "factors", or that and values times a "matrix".
+    """
     generator = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -117,20 +120,37 @@ def make(
         )
         assert [part.shape[2] for part in packed] == [layout.num_bytes for layout in layouts]
         codes = QuantizedBlocks(*packed, first, coded, *layouts)
+        span = slice(first * BLOCK, (first + coded) * BLOCK)
+        if scaling != "none":
+            factors = np.exp(normal(num_kv_heads, dims[0]))
+            states[0][:, :, span] *= factors[:, None]
+            codes = codes._replace(query_factors=factors)
+        if scaling == "matrix":
+            axes = np.linalg.qr(normal(num_kv_heads, dims[1], dims[1]))[0]
+            matrix = (axes * generator.uniform(0.3, 3, (num_kv_heads, 1, dims[1]))).astype(np.float32)
+            states[1][:, :, span] = states[1][:, :, span] @ matrix
+            codes = codes._replace(rotation_matrix=matrix)
     return Case(query, *states), Stored(full[0], full[1], codes)
 
 
 def run(
-    case: Case, stored: Stored, scale: float = 0.125, way: str = "few", **masks: Any
+    case: Case,
+    stored: Stored,
+    scale: float = 0.125,
+    way: str = "few",
+    memory: WorkingMemory | None = None,
+    workspace: Workspace | None = None,
+    **masks: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend; return the result `[batch, query_heads, query_length, value_dim]` and the log-sum-exp."""
     if way == "many":
-        return attend_to_prompt(case, stored, scale, **masks)
-    workspace = workspace_of(case)
+        return attend_to_prompt(case, stored, scale, memory, **masks)
+    workspace = workspace or workspace_of(case, memory)
     set_integer_kernels(None if way == "integers" else False)
     try:
         assert stored.codes is None or uses_integer_kernels() == (way == "integers")
-        return attend_in(workspace, case, stored, scale, **masks), workspace.lse.copy()
+        masks = causal_as_visible(case, **masks)
+        return attend_to(workspace, case.query, stored.blocks(case.tokens), scale, **masks), workspace.lse.copy()
     finally:
         set_integer_kernels(None)
 
@@ -138,10 +158,6 @@ def run(
 def workspace_of(case: Case, memory: WorkingMemory | None = None) -> Workspace:
     batch, _, length, key_dim = case.query.shape
     return Workspace(Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3]), memory)
-
-
-def attend_in(workspace: Workspace, case: Case, stored: Stored, scale: float = 0.125, **masks: Any) -> np.ndarray:
-    return attend_to(workspace, case.query, stored.blocks(case.tokens), scale, **causal_as_visible(case, **masks))
 
 
 def attend_to(workspace: Workspace, query: np.ndarray, *arguments: Any, **options: Any) -> np.ndarray:
@@ -169,18 +185,12 @@ def strided(states: torch.Tensor) -> Strided:
 
 
 def attend_to_prompt(
-    case: Case,
-    stored: Stored,
-    scale: float = 0.125,
-    out_dtype: torch.dtype = torch.float32,
-    memory: WorkingMemory | None = None,
-    **masks: Any,
+    case: Case, stored: Stored, scale: float, memory: WorkingMemory | None = None, **masks: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend with many queries, in transformers' layout, one token after the other, and in the type of the keys."""
     batch, heads, length, _ = case.query.shape
     query = torch.from_numpy(query_of_prompt(case, stored)).float().transpose(1, 2).contiguous()
     query = query.bfloat16() if stored.keys.dtype == np.uint16 else query
-    out = torch.empty(batch, length, heads, case.values.shape[3], dtype=out_dtype)
     lse = np.empty((batch, heads, length), np.float32)
     visible, ranges = masks.get("visible"), np.array([[[[0, case.tokens]]]])
     if masks.get("causal"):
@@ -190,11 +200,16 @@ def attend_to_prompt(
     if visible is not None:
         ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
         visible = visible if are_too_wide else None
-    ends = (strided(each.transpose(1, 2)) for each in (query, out))
-    attend_many(
-        *ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory, masks.get("cap")
+    out, rounded = (
+        torch.empty(batch, length, heads, case.values.shape[3], dtype=dtype) for dtype in (torch.float32, query.dtype)
     )
-    return out.transpose(1, 2).float().numpy(), lse
+    for written in (rounded, out):
+        ends = (strided(each.transpose(1, 2)) for each in (query, written))
+        attend_many(
+            *ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory, masks.get("cap")
+        )
+    torch.testing.assert_close(rounded, out.to(rounded.dtype), rtol=0, atol=0, equal_nan=True)
+    return out.transpose(1, 2).numpy(), lse
 
 
 def query_of_prompt(case: Case, bits: Stored) -> np.ndarray:

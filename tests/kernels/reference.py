@@ -205,19 +205,19 @@ def random_quantized(
     return np.stack(records).reshape(blocks, batch * heads, -1), states.reshape(batch, heads, blocks * 64, dim)
 
 
-def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:
+def random_masks(draw: st.DrawFn, case: Case, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Draw masks of any kind, as keyword arguments of `attention`; each size but the last may be 1."""
     generator = np.random.default_rng(seed)
     shape = (*(size if draw(st.booleans()) else 1 for size in case.query.shape[:3]), case.tokens)
     masks: dict[str, Any] = {"causal": draw(st.booleans())}
     kind = draw(st.sampled_from(["none", "visible", "span", "bias"]))
-    if kind == "span":  # hides whole blocks
-        first, last = draw(st.integers(0, case.tokens)), draw(st.integers(0, case.tokens))
+    if kind == "span":  # hides whole blocks, often the first tokens, as padding does
+        first, last = draw(st.just(0) | st.integers(0, case.tokens)), draw(st.integers(0, case.tokens))
         masks["visible"] = np.ones(shape, np.uint8)
         masks["visible"][-1, ..., first:last] = 0
     elif kind == "visible":
         masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
     elif kind == "bias":
-        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
+        masks["bias"] = torch.from_numpy(generator.standard_normal(shape)).to(dtype).float().numpy()
         masks["bias"][generator.random(shape) < 0.3] = -np.inf
     return masks

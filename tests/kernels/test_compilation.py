@@ -11,86 +11,87 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 
 import hf_hybrid_cache
-from hf_hybrid_cache.kernels import PackedLayout, PanelLayout, dequantize_blocks, quantize_blocks
+from hf_hybrid_cache import minmax
 from hf_hybrid_cache.kernels.attention.attention import attention_kernels
 from hf_hybrid_cache.kernels.attention.codes import quantized_attention_kernels
 from hf_hybrid_cache.kernels.attention.prefill_attention import prefill_kernels
 from hf_hybrid_cache.kernels.forms.blocks import coding_kernels
-from hf_hybrid_cache.kernels.forms.panels import dequantize_panels, panel_kernels
+from hf_hybrid_cache.kernels.forms.panels import panel_kernels
 from hf_hybrid_cache.kernels.vector.compiled import Needed
 from hf_hybrid_cache.kernels.weights.experts import expert_kernels
 from hf_hybrid_cache.kernels.weights.gemm import gemm_kernels
 from hf_hybrid_cache.kernels.weights.products import product_kernels
-from kernels import calls, test_weights
-from kernels.reference import stored
+from kernels import calls
 
 from common.programs import TESTS, run_program
+from weights.test_matrices import made
 
 PACKAGE = Path(hf_hybrid_cache.__file__).parent
-NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "int16"}
 SMALL = "kernels.small_kernels.small"
 CALL_SMALL = """
+from numba.core.typing.typeof import typeof_impl
 from kernels.small_kernels import another, small
+types = len(typeof_impl.registry)
 assert small() == 1
+assert len(typeof_impl.registry) == types, "other calls look through more types than before"
 print(sum(small.stats.cache_misses.values()), sum(small.stats.cache_hits.values()))
 """
 COMPILED, LOADED = "1 0", "0 1"
 
 
-def code(storage: str) -> None:
-    states, layout = stored(np.ones((1, 1, 64, 64)), storage)[0], PackedLayout.of_keys(4, 64, 64, is_rotated=False)
-    dequantize_blocks(quantize_blocks(states, layout), layout, states)
+def code(dtype: torch.dtype) -> None:
+    codec, states = minmax(4, rotate=False).keys, torch.ones(1, 1, 64, 64, dtype=dtype)
+    codec.decode(codec.encode(states), states)
 
 
-def quantize_loaded(storage: str) -> None:
-    weight, layout = stored(np.ones((16, 32)), storage)[0], PanelLayout(4, 16, 32, 32)
-    dequantize_panels(test_weights.quantized(weight, layout), layout, test_weights.FACTOR, weight)
+def attend(way: str = "few", **sizes: int) -> Callable[[torch.dtype], object]:
+    return lambda dtype: calls.run(*calls.make(str(dtype).removeprefix("torch."), 70, **sizes), way=way)
 
 
-def multiply_few(storage: str) -> None:
-    for kind in ("rows", "columns", "4"):
-        for chosen in (None, np.zeros((1, 1))):
-            test_weights.weights(kind, 16, 32, storage).run(stored(np.ones((1, 32)), storage)[0], chosen=chosen)
+def multiply_few(dtype: torch.dtype) -> None:
+    for kind in ("rows", "4 bits"):
+        made(kind, 16, 32, dtype)[0].multiply_chosen(
+            torch.ones(1, 32, dtype=dtype), torch.zeros(1, 1, dtype=torch.int64)
+        )
+    made("4 bits", 16, 32)[0].multiply(torch.ones(1, 32, dtype=dtype))
 
 
-def multiply_many(storage: str) -> None:
-    test_weights.weights("4", 16, 32).run(stored(np.ones((1, 32)), storage)[0], way="many")
-
-
-def add_up_experts(storage: str) -> None:
-    for kind in ("4", "rows"):
-        test_weights.experts(kind, 32, 16, storage).run()
-
-
-def attend(way: str = "few", **sizes: int) -> Callable[[str], object]:
-    return lambda storage: calls.run(*calls.make(storage, 70, **sizes), way=way)
+def add_up_experts(dtype: torch.dtype) -> None:
+    for kind in ("rows", "4 bits"):
+        (up, _), (down, _), ones = made(kind, 32, 16, dtype), made(kind, 16, 16, dtype), torch.ones(1, 16, dtype=dtype)
+        up.add_up_experts(down, ones, torch.zeros(1, 1, dtype=torch.int64), ones[:, :1], None, None)
 
 
 Ahead = Callable[[np.dtype], list[Needed]]
-FAMILIES: dict[str, tuple[Ahead, Callable[[str], object]]] = {
+FAMILIES: dict[str, tuple[Ahead, Callable[[torch.dtype], object]]] = {
     "attention": (attention_kernels, attend()),
     "attention to codes": (lambda _: quantized_attention_kernels(), attend(first=1, coded=3)),
     "attention of many queries": (prefill_kernels, attend("many", length=70)),
     "codes": (lambda _: coding_kernels(), code),
-    "quantized weights": (lambda _: panel_kernels(), quantize_loaded),
+    "quantized weights": (lambda _: panel_kernels(), lambda dtype: made.__wrapped__("4 bits", 16, 32, dtype)),
     "products with weights": (lambda _: product_kernels(), multiply_few),
-    "many products with quantized weights": (lambda _: gemm_kernels(), multiply_many),
+    "many products with quantized weights": (
+        lambda _: gemm_kernels(),
+        lambda dtype: made("4 bits", 16, 32)[0].multiply(torch.ones(40, 32, dtype=dtype)),
+    ),
     "experts": (lambda _: expert_kernels(), add_up_experts),
 }
-CASES = [(name, storage) for name in FAMILIES for storage in NAMES if storage != "float16" or "attention" in name]
+CASES = [(name, dtype) for name in FAMILIES for dtype in NAMES if dtype != torch.float16 or "attention" in name]
 
 
-@pytest.mark.parametrize(("family", "storage"), CASES, ids=[" of ".join(case) for case in CASES])
-def test_compiling_ahead_and_a_call_leave_one_overload_and_one_file(family: str, storage: str):
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+def test_compiling_ahead_and_a_call_leave_one_overload_and_one_file(family: str, dtype: torch.dtype):
     ahead, call = FAMILIES[family]
-    needed = ahead(np.dtype(NAMES[storage]))
+    needed = ahead(np.dtype(NAMES[dtype]))
     for kernel, types in needed:
         kernel.compile(types)
     before = [(types in kernel.overloads, len(kernel.overloads), files_of(kernel)) for kernel, types in needed]
-    call(storage)
+    call(dtype)
     assert before == [(True, len(kernel.overloads), files_of(kernel)) for kernel, _ in needed]
     for kernel, _ in needed:
         # Files are found by the signatures of calls, so that another process finds them.
@@ -239,12 +240,6 @@ def test_where_numba_may_not_compile_one_sentence_says_so(tmp_path: Path):
     assert said.endswith("NUMBA_DISABLE_JIT forbids Numba to compile: unset it.")
     assert len(said.splitlines()) == 1
     assert "Traceback" not in errors
-
-
-def test_a_first_kernel_adds_no_types_that_other_calls_look_through(tmp_path: Path):
-    numbers = "from numba.core.typing.typeof import typeof_impl; print(len(typeof_impl.registry))\n"
-    said, _ = run_small(tmp_path, f"import hf_hybrid_cache.kernels\n{numbers}{CALL_SMALL}{numbers}")
-    assert said.splitlines()[0] == said.splitlines()[-1]
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.attention.host_attention import KernelThread
@@ -33,6 +35,7 @@ from hf_hybrid_cache.kernels.vector.threads import (
 from kernels.calls import make, run
 
 from common.programs import run_program
+from common.soak import search_at_random
 
 
 @pytest.fixture(autouse=True)
@@ -96,32 +99,30 @@ def test_a_quota_of_a_container_counts_as_so_many_processors(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
-def test_kernels_run_on_the_threads_of_torch_and_start_no_other():
+def test_kernels_run_on_the_threads_of_torch_and_are_whole_before_a_signal():
     """The default is that many, too, where OpenMP binds the thread that asks to one processor."""
     most = min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
-    program = f"""
-import os
-import torch
-from kernels import test_threads
-
-def num_threads():
-    return len(os.listdir("/proc/self/task"))
-
-del os.environ[test_threads.VARIABLE]
-torch.set_num_threads(1024)
-assert test_threads.get_num_threads() == {most}
-torch.set_num_threads(1)
-case, alone, most = test_threads.make("bfloat16", 5000), num_threads(), {len(_processors())}
-test_threads.run(*case, 0.125)
-assert num_threads() == alone
-test_threads.set_num_threads(most)
-test_threads.run(*case, 0.125)
-assert num_threads() == alone + most - 1
-torch.set_num_threads(most)
-torch.ones(1 << 22).sum()
-assert num_threads() == alone + most - 1
-"""
+    program = f"from kernels import test_threads as t; t.check_threads({most}, {len(_processors())}); t.check_signals()"
     run_program(program, OMP_PROC_BIND="true")
+
+
+def check_threads(by_default: int, most: int) -> None:
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    del os.environ[VARIABLE]
+    torch.set_num_threads(1024)
+    assert get_num_threads() == by_default
+    torch.set_num_threads(1)
+    case, alone = make("bfloat16", 5000), num_threads()
+    run(*case, 0.125)
+    assert num_threads() == alone
+    set_num_threads(most)
+    run(*case, 0.125)
+    assert num_threads() == alone + most - 1
+    torch.set_num_threads(most)
+    torch.ones(1 << 22).sum()
+    assert num_threads() == alone + most - 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -209,26 +210,23 @@ def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("team")
-@pytest.mark.parametrize("parts", [[1], [500], [1, 7, 0, 64, 0, 0, 3, 200, 1, 1, 5], [3] * 30], ids=len)
-def test_each_part_is_done_once_after_all_parts_of_the_operation_before(parts: list[int]):
-    chain = Chain(parts)
-    for repeat in range(1, 51):
+@search_at_random(8)
+@given(data=st.data())
+def test_each_part_is_done_once_after_all_parts_of_the_operation_before(data: st.DataObject):
+    """Parts that are set again count from the next run."""
+    most = data.draw(st.lists(st.sampled_from([1, 500]) | st.integers(1, 9), min_size=1, max_size=20))
+    chain, done = Chain(most), [np.zeros(number + 1, np.int64) for number in most]
+    for _ in range(5):
+        parts = [data.draw(st.sampled_from([0, 1, number])) for number in most]
+        chain.operations.set_parts(parts)
         chain.operations.run()
         total = 0
-        for counts, out, number in zip(chain.counts, chain.out, parts, strict=True):
-            assert (counts[:number] == repeat).all()
+        for counts, out, number, expected in zip(chain.counts, chain.out, parts, done, strict=True):
+            expected[:number] += 1
+            assert (counts == expected).all()
             assert (out[:number] == total + 1).all()
-            total = number * (total + 1)
+            total = out.sum()
             out[:] = 0  # an operation that comes too early finds this
-
-
-@pytest.mark.usefixtures("team")
-def test_parts_that_are_set_again_count_from_the_next_run():
-    chain = Chain([5, 9, 4])
-    chain.operations.run()
-    chain.operations.set_parts([5, 0, 2])
-    chain.operations.run()
-    assert [counts.tolist() for counts in chain.counts] == [[2] * 5 + [0], [1] * 9 + [0], [2, 2, 1, 1, 0]]
 
 
 # --- parts that fail
@@ -255,11 +253,10 @@ def share_memory(team, call, parts):
 
 
 @pytest.mark.usefixtures("team")
-@pytest.mark.parametrize("which", [0, 7, 199])
-@pytest.mark.parametrize("parts", [1, 200])
+@pytest.mark.parametrize(("parts", "which"), [(1, 0), (200, 0), (200, 199)])
 def test_call_when_a_part_finds_no_memory_then_is_an_error_after_all_parts(parts: int, which: int):
     counts = np.zeros(parts, np.int64)
-    calls = np.array([Hungry(each, counts.ctypes.data) for each in (which % parts, -1)])
+    calls = np.array([Hungry(each, counts.ctypes.data) for each in (which, -1)])
     hungry, modest = (call.ctypes.data for call in calls)
     listed = [Operations([(take_memory, each), (take_memory, modest)]) for each in (hungry, modest)]
     for each in listed:
@@ -279,43 +276,34 @@ def test_call_when_a_part_finds_no_memory_then_is_an_error_after_all_parts(parts
 # --- signals
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timer")
-def test_signal_in_a_kernel_when_it_raises_then_the_kernel_is_whole_first():
-    run_program("""
-from kernels import test_threads
-for pool in filter(None, (make() for make in test_threads.POOLS.values())):
-    test_threads.check_signals(pool)
-""")
-
-
-def check_signals(pool: parallel.Threads) -> None:
-    """Let a signal come at random moments before, within and after a kernel, again and again."""
-    memory = parallel.team_memory(pool, 3, 3)
-    operations.team_of_kernels = lambda: Team(memory.ctypes.data, 3)
+def check_signals() -> None:
+    """Let a signal come at random moments before, within and after a kernel, until enough have come within."""
     chain, generator = Chain([30_000]), random.Random(0)
-    chain.operations.run()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)
-    start, within = time.perf_counter(), 0
-    chain.operations.run()
-    longest = 1.5 * (time.perf_counter() - start)
-    for _ in range(30):
-        chain.counts[0][:] = 0
-        is_running = False
-        try:
-            signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, longest))
-            is_running = True
-            chain.operations.run()
+    for pool in filter(None, (of_kind() for of_kind in POOLS.values())):
+        memory = parallel.team_memory(pool, 3, 3)
+        operations.team_of_kernels = lambda memory=memory: Team(memory.ctypes.data, 3)
+        chain.operations.run()
+        start, within = time.perf_counter(), 0
+        chain.operations.run()
+        longest = 1.5 * (time.perf_counter() - start)
+        while within < 5:
+            chain.counts[0][:] = 0
             is_running = False
-            time.sleep(60)
-            raise AssertionError("The signal was lost.")
-        except KeyboardInterrupt:
-            assert (chain.counts[0][:-1] == chain.counts[0][0]).all()
-            within += is_running and chain.counts[0][0] == 1
-    assert within
+            try:
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, longest))
+                is_running = True
+                chain.operations.run()
+                is_running = False
+                time.sleep(60)
+                raise AssertionError("The signal was lost.")
+            except KeyboardInterrupt:
+                assert (chain.counts[0][:-1] == chain.counts[0][0]).all()
+                within += is_running and chain.counts[0][0] == 1
 
 
 # --- threads that come late

@@ -89,7 +89,7 @@ def refusal_of(cache: HybridCache, num_tokens: int) -> str:
 
 def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
     cache, ids = make(tiny_model("llama").config), random_prompt(BATCH, 100)
-    with limited(30 * MIB):
+    with limited(20 * MIB):
         with pytest.warns(UserWarning, match=r"Host memory will end at about token [\d,]+: ") as warned:
             message = refusal(lambda: generate(cache, ids, 2000))
         assert len(warned) == 1
@@ -150,49 +150,7 @@ def refuse_copies() -> None:
     assert cache.get_seq_length() == 1000
 
 
-def all_in_a_limited_process() -> None:
-    warnings.simplefilter("error")
-    for make in (DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache):
-        # Compiled and with all threads before there is a limit, as in a process that has served for a while.
-        generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
-    generate_up_to_the_limit(DynamicHybridCache)
-    take_memory_as_tokens_come()
-    refuse_max_length_at_once()
-    refuse_beyond_the_limit_of_data()
-    refuse_copies()
-
-
-def test_limits_of_a_process_are_kept_told_and_survived():
-    run_program("from memory import test_limits; test_limits.all_in_a_limited_process()")
-
-
-@pytest.fixture
-def control_group() -> Iterator[Path]:
-    """Make a group in that of this process."""
-    groups = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups |= {name: path.lstrip("/") for name in controllers.split(",")}
-    if not groups.keys() & {"memory", ""}:
-        pytest.skip("there are no control groups here")
-    root = Path("/sys/fs/cgroup")
-    folder = root / "memory" / groups["memory"] if "memory" in groups else root / groups[""]
-    folder /= f"hf-hybrid-cache-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error.strerror}")
-    try:
-        if not any((folder / limit).exists() for limit in GROUP_FILES):
-            pytest.skip("the control group of this process does not let those in it limit memory")
-        yield folder
-    finally:
-        folder.rmdir()
-
-
 def refuse_beyond_the_limit_of_the_group(folder: str) -> None:
-    generate(DynamicHybridCache(tiny_model("llama").config), random_prompt(1, 300), 2)
-    wait_for_compilation()
     Path(folder, "cgroup.procs").write_text(str(os.getpid()))
     limit, usage = next(pair for pair in GROUP_FILES.items() if Path(folder, pair[0]).exists())
     # Memory that the process has taken already counts for its old group.
@@ -202,8 +160,42 @@ def refuse_beyond_the_limit_of_the_group(folder: str) -> None:
     store(cache, 1000)
 
 
-def test_a_limit_of_a_control_group_is_kept(control_group: Path):
-    run_program(f"from memory import test_limits as t; t.refuse_beyond_the_limit_of_the_group({str(control_group)!r})")
+def all_in_a_limited_process(folder: str) -> None:
+    """Run with each limit that a process has, and in a control group if there is a folder for one."""
+    warnings.simplefilter("error")
+    for make in (DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache):
+        # Compiled and with all threads before there is a limit, as in a process that has served for a while.
+        generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
+    generate_up_to_the_limit(DynamicHybridCache)
+    take_memory_as_tokens_come()
+    refuse_max_length_at_once()
+    refuse_beyond_the_limit_of_data()
+    refuse_copies()
+    if folder:
+        refuse_beyond_the_limit_of_the_group(folder)
+
+
+@pytest.fixture
+def control_group() -> Iterator[str]:
+    """Make a group in that of this process; yield its folder, or nothing where none can be made that limits memory."""
+    groups = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups |= {name: path.lstrip("/") for name in controllers.split(",")}
+    root = Path("/sys/fs/cgroup")
+    folder = root / "memory" / groups["memory"] if "memory" in groups else root / groups.get("", "")
+    folder /= f"hf-hybrid-cache-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        yield ""
+        return
+    yield str(folder) if any((folder / limit).exists() for limit in GROUP_FILES) else ""
+    folder.rmdir()
+
+
+def test_limits_of_a_process_are_kept_told_and_survived(control_group: str):
+    run_program(f"from memory import test_limits; test_limits.all_in_a_limited_process({control_group!r})")
 
 
 class Footprint(NamedTuple):

@@ -21,10 +21,6 @@ from weights.quantized_models import logits, quantized_weights, with_dense_weigh
 in_bits = pytest.mark.parametrize("bits", [None, 8, 4])
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor, share: float) -> None:
-    assert (ours - theirs).abs().max() <= share * theirs.abs().max()
-
-
 def first_experts(model: PreTrainedModel) -> Any:
     return next(iter(expert_modules(model).values()))
 
@@ -64,48 +60,26 @@ def test_experts_of_any_type_compute_as_precisely_as_one_after_the_other(family:
     assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max() + 1e-12
 
 
-def test_only_experts_with_the_usual_gate_are_added_up_by_one_call():
-    for family in EXPERT_FAMILIES:
-        module = first_experts(expert_model(family))
-        assert ExpertLayer(module).has_silu_gate == (family != "gpt_oss")
-        module.act_fn = ACT2FN["gelu"]
-        assert not ExpertLayer(module).has_silu_gate
-
-
 # --- which experts are read
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 30])
-@pytest.mark.parametrize(("family", "bits"), [("mixtral", None), ("gpt_oss", None), ("gpt_oss", 8)])
-def test_experts_that_no_token_chose_add_nothing_and_are_not_read(family: str, bits: int | None, num_tokens: int):
-    model = expert_model(family)
-    module = first_experts(model)
-    chosen = torch.tensor([[2, NUM_EXPERTS]]).repeat(num_tokens, 1)
-    tokens, weights = torch.randn(num_tokens, 64), torch.rand(num_tokens, 2)
-    with torch.no_grad(), move_experts_to_host(model, bits, temporary=True):
-        before = module(tokens, chosen, weights)
-        torch.testing.assert_close(before, module(tokens, chosen[:, :1], weights[:, :1]))
-        if bits is None:
-            for weight in (module.gate_up_proj, module.down_proj):
-                weight[[0, 1, 3, 4, 5]] = float("nan")
-        assert torch.equal(module(tokens, chosen, weights), before)
-
-
 @pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("repeats", [0, 1, 30], ids=["no token", "few", "many"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-def test_any_activation_is_the_models_and_unknown_experts_are_refused(activation: str, bits: int | None):
+def test_any_activation_is_the_models_and_unknown_experts_are_refused(activation: str, repeats: int, bits: int | None):
     model = expert_model("mixtral")
     module = first_experts(model)
     module.act_fn = ACT2FN[activation]
-    tokens, weights = torch.randn(9, 64), torch.rand(9, 2)
-    chosen = torch.tensor([[2, 0], [1, NUM_EXPERTS], [3, 4]]).repeat(3, 1)
+    chosen = torch.tensor([[2, 0], [1, NUM_EXPERTS], [NUM_EXPERTS, 4]]).repeat(repeats, 1)
+    tokens, weights = torch.randn(len(chosen), 64), torch.rand(len(chosen), 2)
     with torch.no_grad():
         theirs = module(tokens, chosen, weights)
         move_experts_to_host(model, bits)
-        assert_close(module(tokens, chosen, weights), theirs, 1e-5 if bits is None else 0.05)
-        unknown = torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]])
+        errors = (module(tokens, chosen, weights) - theirs).abs()
+        assert (errors <= (1e-5 if bits is None else 0.05) * theirs.abs().amax(1, keepdim=True).clamp_min(1)).all()
+        unknown, tokens, weights = torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]]), torch.randn(2, 64), torch.rand(2, 2)
         with pytest.raises(IndexError, match=r"indices are of no matrix: there are 6\."):
-            module(tokens[:2], unknown, weights[:2])
+            module(tokens, unknown, weights)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -148,7 +122,7 @@ def test_experts_with_columns_before_rows_when_moved_then_a_kernel_reads_them():
     for weight, other in zip(model.parameters(), moved.parameters(), strict=True):
         assert torch.equal(weight, other)
     model.set_experts_implementation("eager")
-    assert_close(logits(moved, 7), logits(model, 7), 1e-5)
+    torch.testing.assert_close(logits(moved, 7), logits(model, 7), rtol=1e-5, atol=1e-5)
 
 
 # --- the report, and which models

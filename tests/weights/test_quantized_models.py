@@ -18,14 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AwqConfig,
     BitNetQuantConfig,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
-    GPTQConfig,
     LlamaConfig,
     PreTrainedModel,
-    QuantoConfig,
     TorchAoConfig,
 )
 from transformers.cache_utils import Cache
@@ -37,7 +34,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from common.caches import QUANTIZED_OWN_ATTENTION, QUANTIZED_SAME_ATTENTION, SAME_ATTENTION, stock
 from models.gguf_files import write_gguf
 from models.tiny_models import COMMON, random_prompt
-from models.word_tokenizer import word_tokenizer
 
 # Rows and columns are multiples of 64, as some libraries want them.
 SIZES = COMMON | {"intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
@@ -91,13 +87,6 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.model.named_modules() if type(module) is nn.Linear}
 
 
-def saved_with_tokenizer(folder: Path) -> str:
-    tokenizer = word_tokenizer()
-    tokenizer.eos_token = "w1"
-    tokenizer.save_pretrained(saved(folder))
-    return str(folder)
-
-
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
@@ -138,11 +127,6 @@ def quanto_direct(folder: Path) -> PreTrainedModel:
     quanto.quantize(model, weights=quanto.qint8)
     quanto.freeze(model)
     return model
-
-
-@form("quanto-loaded-int4", "optimum.quanto", "(QuantoConfig)")
-def quanto_loaded(folder: Path) -> PreTrainedModel:
-    return loaded(saved(folder), quantization_config=QuantoConfig(weights="int4"))
 
 
 @form("bitsandbytes-4", "bitsandbytes", "of type Params4bit", is_quick=True)
@@ -213,45 +197,6 @@ def compressed_loaded(folder: Path) -> PreTrainedModel:
     return loaded(folder)
 
 
-def gptqmodel_saved(folder: Path, **options: Any) -> Path:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("GPTQMODEL_CPU_WORKERS", "2")  # its default is too few for itself on two cores
-        from gptqmodel import GPTQModel, QuantizeConfig
-
-        config = QuantizeConfig(bits=4, group_size=32, **options)
-        model = GPTQModel.load(saved_with_tokenizer(folder / "full"), config, device="cpu", dtype=torch.float16)
-    texts = [random_prompt(1, 128, seed)[0].tolist() for seed in range(8)]
-    model.quantize([{"input_ids": text, "attention_mask": [1] * len(text)} for text in texts], batch_size=1)
-    model.save(str(folder / "quantized"))
-    return folder / "quantized"
-
-
-@form("gptq-loaded", "gptqmodel", "(GPTQConfig)")
-def gptq_loaded(folder: Path) -> PreTrainedModel:
-    # The only one of the kernels that is not compiled for minutes.
-    config = GPTQConfig(bits=4, backend="gptq_torch")
-    return loaded(gptqmodel_saved(folder), quantization_config=config, device_map="cpu", dtype=torch.float32)
-
-
-@form("awq-loaded", "gptqmodel", "(AwqConfig)")
-def awq_loaded(folder: Path) -> PreTrainedModel:
-    from gptqmodel.quantization import FORMAT, METHOD
-
-    path = gptqmodel_saved(folder, quant_method=METHOD.AWQ, format=FORMAT.GEMM)
-    return loaded(path, quantization_config=AwqConfig(backend="torch_awq"), device_map="cpu")
-
-
-@form("auto-round-loaded", "auto_round", "(AutoRoundConfig)")
-def auto_round_loaded(folder: Path) -> PreTrainedModel:
-    from auto_round import AutoRound
-
-    path = saved_with_tokenizer(folder / "full")
-    rounding = AutoRound(path, scheme="W4A16", iters=0, group_size=32, device_map="cpu", disable_opt_rtn=True)
-    rounding.quantize_and_save(str(folder / "quantized"), format="auto_round")
-    (path,) = (path.parent for path in (folder / "quantized").rglob("config.json"))
-    return loaded(path, device_map="cpu")
-
-
 def rewritten(folder: Path, dtype: torch.dtype, config: Any, weights: Callable[[str, torch.Tensor], Any]) -> Path:
     """A checkpoint in which each weight of a linear layer is replaced by what `weights` makes of it."""
     saved(folder, dtype)
@@ -306,7 +251,6 @@ def compressed_unpacked(folder: Path) -> PreTrainedModel:
     return model
 
 
-MANY_WARNINGS = ("gptqmodel", "auto_round")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
@@ -319,7 +263,6 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [
         pytest.mark.xdist_group(f"quantized {name}"),
         *([] if FORMATS[name].is_quick else [pytest.mark.slow]),
-        *([pytest.mark.filterwarnings("ignore")] if FORMATS[name].package in MANY_WARNINGS else []),
     ]
 
 
