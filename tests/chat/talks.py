@@ -1,7 +1,7 @@
 """Tiny models that can read and write, and what is asked of them."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,16 @@ def prompt_of(chat: Chat) -> list[int]:
     """Return the tokens before the last answer."""
     token_ids = chat.token_ids
     return token_ids[: len(token_ids) - len(chat.turns[-1].token_ids)]
+
+
+def prompt_tokens(messages: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the tokens of a conversation, by hand, as the template of these tests writes it: contents are texts."""
+    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    token_ids: list[int] = []
+    for role, content in [*messages, ("assistant", "")]:
+        text = tokenizer(f"{role}\n{content}", split_special_tokens=True)["input_ids"]
+        token_ids += [begin, *text, end, *tokenizer("\n")["input_ids"]]
+    return token_ids[:-2]
 
 
 def generated(model: PreTrainedModel, token_ids: list[int], settings: AnswerSettings = SETTINGS) -> list[int]:

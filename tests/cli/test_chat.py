@@ -2,11 +2,15 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 from click.testing import Result
+from hypothesis import given
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
@@ -15,6 +19,7 @@ from hf_hybrid_cache.cli.console import without_controls
 
 from .commands import SHORT, error_of, run, without_heavy
 from .terminals import CTRL_C, CTRL_D, PROMPT, Terminal
+from common.soak import search_at_random
 from models.byte_tokenizer import model_in
 from models.word_tokenizer import word_tokenizer
 
@@ -36,73 +41,79 @@ def converse(model: Path, source: Sequence[object], *typed: str) -> Result:
 # Commands
 
 
-def test_answers_are_those_of_the_engine_however_it_is_set(model: Path, report: Path):
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3, "repetition_penalty": 1.1}
-    chat = Chat(
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-        (str(report),),
-        settings=AnswerSettings(max_new_tokens=5, **sampling),
-        progress=False,
-        system="Be brief.",
-        bits=8,
-    )
-    expected = without_controls("".join(chat.ask("Who?"))) + "\n"
-    given = [text for name, value in sampling.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    set_later = [f"/set {name} {value}" for name, value in sampling.items()]
-    source = ["--document", report, "--bits", "8"]
-    assert converse(model, [*source, "--system", "Be brief.", *given], "Who?").stdout == expected
-    assert converse(model, source, "/system Be brief.", *set_later, "Who?").stdout == expected
-    asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
-    assert run(*asked, *source, "--system", "Be brief.", *given).stdout == expected
+def set_to(**values: Any) -> Callable[[Chat], None]:
+    return lambda chat: setattr(chat, "settings", replace(chat.settings, **values))
 
 
-def test_settings_hold_until_they_are_set_back_to_their_defaults(model: Path):
-    (answer,) = converse(model, ["--max-new-tokens", "40"], "Who?").stdout.splitlines(True)
-    stop = next(text for text in re.findall(r"[!-~]{2}", answer[2:]))
-    talk = converse(
-        model, [], "/set max_new_tokens 40", f"/set stop {stop}", "Who?", "/forget", "/set stop", "Who?", "/set"
-    )
-    assert talk.stdout == answer[: answer.index(stop)] + "\n" + answer
-    assert "ended at --max-new-tokens 40: /set max_new_tokens 80 allows more" in talk.stderr
-    assert talk.stderr.endswith("\nmax_new_tokens 40, temperature 0.0\n")
-    assert converse(model, ["--max-new-tokens", "40", "--stop", stop], "Who?").stdout == talk.stdout.splitlines(True)[0]
-
-
+# What is typed, and what a conversation does then; an answer is printed.
+TYPED: dict[str, Callable[[Chat], Any]] = {
+    "Who?": lambda chat: chat.ask("Who?"),
+    '"""\n/quit\nnow\n"""': lambda chat: chat.ask("/quit\nnow"),
+    "/retry": lambda chat: chat.ask(chat.undo()) if chat.turns else None,
+    "/undo": lambda chat: chat.undo() and None,
+    "/forget": lambda chat: chat.forget(),
+    "/system Be brief.": lambda chat: setattr(chat, "system", "Be brief."),
+    "/set max_new_tokens 9": set_to(max_new_tokens=9),
+    "/set stop e": set_to(stop=("e",)),
+    "/set stop": set_to(stop=()),
+    "/set top_k 5": set_to(top_k=5),
+    "/set repetition_penalty 1.1": set_to(repetition_penalty=1.1),
+}
+# What is typed in vain, and what is told.
 IN_VAIN = {
-    "/set top_p 0.9": "top_p is for sampling: give a temperature, such as 0.7, or drop it.",
     "/set temperature hot": "temperature must be a number, got 'hot'.",
     "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
     "/system": "Say what the message is: /system TEXT",
     f"/system {'brief ' * 12_000}": "context is 65,536: the message is not set",
     "/save file": "There is no /save.\n/stats ",
-    "/retry": "Nothing was asked yet.",
     "/help": "\n/set NAME VALUE ",
 }
 
 
-def test_what_is_typed_in_vain_is_told_and_changes_nothing(model: Path, report: Path):
-    source = ["--document", report]
-    talk = converse(model, source, *IN_VAIN, "Who?", "/set")
-    assert [typed for typed, told in IN_VAIN.items() if told not in talk.stderr] == []
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
-    assert talk.stdout == converse(model, source, "Who?").stdout
-    for end in ("/quit", "/bye", "exit", "quit"):
-        assert converse(model, [], end, "Who?").stdout == ""
+@search_at_random(6)
+@given(
+    lines=st.lists(st.sampled_from([*TYPED, *TYPED, *IN_VAIN]), max_size=9),
+    end=st.sampled_from(["/quit", "/bye", "exit"]),
+)
+def test_any_conversation_prints_the_answers_of_the_engine(lines: list[str], end: str, model: Path, report: Path):
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    settings = AnswerSettings(5, temperature=0.8, top_p=0.9, seed=3)
+    chat, expected = Chat(loaded, tokenizer, [report], settings=settings, progress=False, bits=8), ""
+    for line in lines:
+        answer = TYPED.get(line, lambda _: None)(chat)
+        expected += "" if answer is None else without_controls("".join(answer)) + "\n"
+    options = ["--bits", "8", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
+    talk = converse(model, ["--document", report, *options], *lines, end, "Never asked?")
+    assert talk.stdout == expected
+    assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
 
 
-def test_undo_retry_and_forget_leave_no_trace(model: Path, report: Path):
-    source = ["--document", report]
-    wrong, right = (converse(model, source, question).stdout for question in ("Who?", "Where?"))
-    quoted = '"""', "/quit", "now", '"""', "/undo"  # may look like a command
-    undone = "/undo", *quoted, "/undo"
-    talk = converse(model, source, "Who?", "/undo", "Where?", "/retry", "/forget", "Where?", *undone)
-    assert talk.stdout.startswith(wrong + right * 3)
+def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
+    quoted = '"""\n/quit\nnow\n"""'
+    talk = converse(model, [], "/retry", "Who?", "/retry", quoted, "/undo", "/undo", "/undo", "/forget", "/set")
     assert "taken back: /quit\nnow" in talk.stderr
-    assert talk.stderr.count("taken back: W") == 2
-    assert talk.stderr.count("Nothing was asked yet.") == 1
+    assert talk.stderr.count("taken back: Who?") == 1
+    assert talk.stderr.count("Nothing was asked yet.") == 2
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
+    assert "ended at --max-new-tokens 5: /set max_new_tokens 10 allows more" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
+    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
+    source = [
+        "--document",
+        report,
+        "--bits",
+        "8",
+        "--system",
+        "Be brief.",
+        "--stop",
+        "e",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "3",
+    ]
+    asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
+    assert run(*asked, *source).stdout == converse(model, source, "Who?").stdout
 
 
 # Documents

@@ -42,52 +42,43 @@ def program(folder: Path, history: str = "kept") -> Terminal:
 QUOTED = Typed("/a\n\nb", is_quoted=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "remarks"),
-    [
-        (" Who? \n\n/stats\n", [Typed("Who?"), Typed(""), Typed("/stats")], []),
-        ('"""\n/a\n\nb\n"""\nWho?\n', [QUOTED, Typed("Who?")], []),
-        ('"""/a\n\nb"""\n', [QUOTED], []),
-        (' """ /a\n\nb\n """ \n', [QUOTED], []),
-        ('Who?\n"""\nWhere?\n', [Typed("Who?")], ['""" began a text that nothing ended: it is not asked.']),
-    ],
-    ids=["lines", "quotes apart", "quotes beside", "quotes spaced", "quotes open"],
-)
-def test_piped_lines_are_questions_and_commands(
-    text: str, expected: list[Typed], remarks: list[str], monkeypatch: pytest.MonkeyPatch
-):
+PIPED = {
+    " Who? \n\n/stats\n": [Typed("Who?"), Typed(""), Typed("/stats")],
+    '"""\n/a\n\nb\n"""\nWho?\n': [QUOTED, Typed("Who?")],
+    '"""/a\n\nb"""\n': [QUOTED],
+    ' """ /a\n\nb\n """ \n': [QUOTED],
+    'Who?\n"""\nWhere?\n': [Typed("Who?")],
+}
+
+
+def test_piped_lines_are_questions_and_commands(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    lines = chat_input(True, said.append)
-    assert (list(iter(lines.next_line, None)), said, lines.is_terminal) == (expected, remarks, False)
+    for text, expected in PIPED.items():
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        lines = chat_input(True, said.append)
+        assert (list(iter(lines.next_line, None)), lines.is_terminal) == (expected, False)
+    assert said == ['""" began a text that nothing ended: it is not asked.']
 
 
-def test_ctrl_c_clears_a_line_quotes_hold_several_and_ctrl_d_ends(tmp_path: Path):
+def test_ctrl_c_clears_a_line_early_keys_are_dropped_and_ctrl_d_ends(tmp_path: Path):
+    (tmp_path / "chat_history").mkdir()
     with program(tmp_path) as terminal:
+        terminal.wait_for("said What is typed is not kept for the next time: ")
         for _ in range(3):
             terminal.wait_for(PROMPT)
             terminal.type("never asked" + CTRL_C)
             terminal.wait_for("interrupted")
-        terminal.wait_for(PROMPT)
-        terminal.type(ENTER.join(['"""', "/a", "b", '"""', ""]))
-        terminal.wait_for(given("/a\nb", is_quoted=True))
-        terminal.wait_for(PROMPT)
-        terminal.type(CTRL_D)
-        terminal.wait_for("given None")
-        assert terminal.exit_code() == 0
-
-
-def test_keys_when_typed_before_the_prompt_then_are_dropped(tmp_path: Path):
-    (tmp_path / "chat_history").mkdir()
-    with program(tmp_path) as terminal:
-        terminal.wait_for("said What is typed is not kept for the next time: ")
         terminal.enter("be busy")
         terminal.wait_for(given("be busy"))
         terminal.type("too early\nstill too early")
         terminal.wait_for("still too early")  # the terminal has them
         (tmp_path / "go").touch()
-        terminal.enter("Who?")
-        assert "given" not in terminal.wait_for(given("Who?"))
+        terminal.enter(ENTER.join(['"""', "/a", "b", '"""']))
+        assert "given" not in terminal.wait_for(given("/a\nb", is_quoted=True))
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_D)
+        terminal.wait_for("given None")
+        assert terminal.exit_code() == 0
 
 
 def test_input_history_when_chat_restarts_then_is_back_unless_not_kept(tmp_path: Path):

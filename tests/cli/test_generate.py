@@ -9,11 +9,9 @@ import torch
 from click.testing import Result
 
 from hf_hybrid_cache import AnswerSettings, Chat, QuantizedWeightsConfig, models
-from hf_hybrid_cache.chat import ChatTemplate
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import SHORT, error_of, lines, run
-from common.slow import slow
 from models.byte_tokenizer import model_in
 from models.expert_models import expert_model
 from models.word_tokenizer import word_tokenizer
@@ -59,24 +57,40 @@ def remarks(model: Path, *options: object) -> list[str]:
     return generate(model, *options).stderr.splitlines()
 
 
-def plain_answer(folder: Path, token_ids: list[int]) -> str:
-    """The answer of transformers alone to these tokens."""
-    model, tokenizer = models.load(str(folder), torch.float32, "cpu")
-    prompt = torch.tensor([token_ids])
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
-    return tokenizer.decode(output[0, len(token_ids) :], skip_special_tokens=True).strip()
-
-
 # Answers
 
 
-@pytest.mark.parametrize(("cache", "has_document"), [slow("stock", True), ("dynamic", True), ("offloaded", False)])
-def test_the_answer_of_a_cache_is_that_of_plain_generate(cache: str, has_document: bool, model: Path, report: Path):
-    template = ChatTemplate(models.load(str(model), torch.float32, "cpu")[1])
-    tokens = template.conversation(["Who?"], document=template.start(TEXT) if has_document else None)
-    found = answered(model, *["--document", report] * has_document, "--question", "Who?", "--cache", cache)
-    assert found["answer"] == plain_answer(model, tokens)
-    assert (found["cache"], found["prompt_tokens"], len(found["documents"])) == (cache, len(tokens), has_document)
+def engine_of(folder: Path, document: Path | None = None, **options: Any) -> Chat:
+    """A conversation with the model of a folder, whose answers other tests compare with those of `generate`."""
+    model, tokenizer = models.load(str(folder), torch.float32, "cpu", **options)
+    documents = () if document is None else (document,)
+    return Chat(model, tokenizer, documents, settings=AnswerSettings(max_new_tokens=9), progress=False)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "offloaded"])
+def test_answers_are_those_of_the_engine(cache: str, model: Path, report: Path, folder: Path):
+    of_cache = ["--cache", cache]
+    for document in (None, report):
+        engine = engine_of(model, document)
+        found = answered(model, *["--document", report] * bool(document), "--question", "Who?", *of_cache)
+        assert found["answer"] == "".join(engine.ask("Who?")).strip()
+        assert (found["cache"], len(found["documents"])) == (cache, bool(document))
+    report.write_text(TEXT, encoding="utf-8-sig")
+    asked = ["--prompt-file", report, "--store", folder, *of_cache]
+    for said in ("1,631 tokens are read", f"1,630 of 1,631 tokens are taken from {folder}"):
+        result = generate(model, *asked)
+        assert said in result.stderr
+        assert result.stdout.strip() == "".join(engine.complete(TEXT)).strip()
+
+
+def test_a_model_with_experts_answers_as_one_that_is_loaded_so(tmp_path: Path):
+    expert_model("mixtral").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "prompt").write_text("w3 w7 w20 w9 " * 5)
+    given = "--experts", "host", "--expert-bits", 4
+    found = answered(tmp_path, "--prompt-file", tmp_path / "prompt", *given)["answer"]
+    engine = engine_of(tmp_path, quantization_config=QuantizedWeightsConfig(bits=4, only_experts=True))
+    assert found == "".join(engine.complete((tmp_path / "prompt").read_text())).strip()
 
 
 def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: Path):
@@ -89,13 +103,10 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert (found["document_tokens"], found["read_tokens"]) == (len(TEXT), 100)
     assert (found["finish_reason"], found["answer_tokens"]) == ("length", 9)
     assert found["kv_device_bytes"] == 0 < found["kv_host_bytes"]
-    result = generate(model, "--document", "-", "--question", "Who?", "--weights", 8, typed=TEXT)
-    *said, read, ended, took = result.stderr.splitlines()
-    assert "model: float32 on cpu" in said
-    assert read == "document: read 1,631 of 1,631 tokens"
-    assert ended == "ended at --max-new-tokens 9, which may be raised"
-    pattern = r"dynamic: first token after [\d.]+ s, [\d.]+ tokens/s, KV 0.0 MiB on the device, [\d.]+ MiB on the host"
-    assert re.fullmatch(pattern + r"; weights [\d.]+ MiB in 8 bits", took)
+    said = generate(model, "--document", "-", "--question", "Who?", "--weights", 8, typed=TEXT).stderr
+    assert "model: float32 on cpu\n" in said
+    assert "\ndocument: read 1,631 of 1,631 tokens\nended at --max-new-tokens 9, which may be raised\n" in said
+    assert re.search(r"MiB on the host; weights [\d.]+ MiB in 8 bits\n$", said)
 
 
 def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tmp_path: Path):
@@ -104,16 +115,6 @@ def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tm
     assert result.stdout == generate(small, "--question", "Who?").stdout
     said = "answers do not follow what the model's generation config says of min_p 0.1, no_repeat_ngram_size 1"
     assert said in result.stderr.splitlines()
-
-
-def test_a_prompt_file_is_used_as_it_is_and_its_last_token_read_again(model: Path, report: Path, folder: Path):
-    report.write_text(TEXT, encoding="utf-8-sig")
-    tokens = models.load(str(model), torch.float32, "cpu")[1](TEXT)["input_ids"]
-    asked = ["--prompt-file", report, "--store", folder]
-    cold = answered(model, *asked)
-    assert (cold["answer"], cold["prompt_tokens"]) == (plain_answer(model, tokens), len(tokens))
-    assert f"1,630 of 1,631 tokens are taken from {folder}" in remarks(model, *asked)
-    assert answered(model, *asked)["answer"] == cold["answer"]
 
 
 # Documents that do not fit
@@ -140,18 +141,16 @@ def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
     report.unlink()
     asked = ["--document", ".", "--model", model, *SHORT, "--context", 150, "--max-new-tokens", 2]
     for command in (["generate", "--question", "Who?"], ["chat"]):
-        result = run(*command, *asked, typed="")
         said = re.match(
             r"\[Only the first 150 of the 3 documents' (\d+) tokens were read \(--context 150\)\. Whole: a\.txt\. "
             r"Cut: b\.md \((\d+) of (\d+) tokens\)\. Left out: c\.txt\. "
             r"The answer knows nothing of the last (\d+)\.\]\n\n",
-            result.stdout,
+            run(*command, *asked, typed="").stdout,
         )
-        assert said is not None, result.stdout
+        assert said is not None
         total, kept, whole, lost = map(int, said.groups())
         assert total - lost == 150
         assert 0 < kept < whole
-        assert re.search(rf"3 documents: (read )?150 of {total} tokens", result.stderr)
 
 
 # Documents of a prefix store
@@ -187,27 +186,6 @@ def test_what_a_folder_has_is_explained_only_if_asked(model: Path, report: Path,
 
 
 # Experts in host memory
-
-
-@pytest.mark.parametrize(
-    ("options", "config"),
-    [
-        ("--experts host", None),
-        ("--experts host --expert-bits 4", {"bits": 4, "only_experts": True}),
-    ],
-)
-def test_a_model_with_experts_answers_as_one_that_is_loaded_so(
-    tmp_path: Path, options: str, config: dict[str, Any] | None
-):
-    experts = tmp_path / "experts"
-    expert_model("mixtral").save_pretrained(experts)
-    word_tokenizer().save_pretrained(experts)
-    (tmp_path / "prompt").write_text("w3 w7 w20 w9 " * 5)
-    found = answered(experts, "--prompt-file", tmp_path / "prompt", *options.split())["answer"]
-    quantization = None if config is None else QuantizedWeightsConfig(**config)
-    model, tokenizer = models.load(str(experts), torch.float32, "cpu", quantization_config=quantization)
-    chat = Chat(model, tokenizer, settings=AnswerSettings(max_new_tokens=9))
-    assert found == "".join(chat.complete((tmp_path / "prompt").read_text())).strip()
 
 
 def test_weights_and_experts_that_a_model_cannot_have_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -43,6 +43,8 @@ MISTAKES = {
     "chat --cache stock": "--cache stock is transformers' own, and chat needs one of ours: drop",
     # Of `batch`.
     BATCH + "--cache stock": "--cache stock is transformers' own, and batch needs one of ours: drop",
+    BATCH.replace("questions", "wrong")
+    + "--out -": "  line 10: not an object\n  and 2 more\nA question is a line such as",
     BATCH + "--at-once 0": "--at-once must be a number from 1 on, or auto, got '0'.",
     BATCH + "--shard 3/2": "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'.",
     BATCH + f"--out {os.devnull}": f"--out {os.devnull} is no regular file: name one, or - for standard output.",
@@ -65,6 +67,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     Path("a.txt").write_text("It was signed by Ada.")
     Path("a.pdf").write_bytes(b"%PDF-1.4")
     Path("questions.jsonl").write_text('{"document": "a.txt", "question": "Who?"}\n')
+    Path("wrong.jsonl").write_text("[]\n" * 12)
     Path("of_missing.jsonl").write_text('{"document": "missing", "question": "Who?"}\n')
     return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 

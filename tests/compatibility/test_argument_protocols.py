@@ -187,12 +187,11 @@ def test_t5gemma_makes_a_cross_attention_cache_of_the_class_given():
     config = T5GemmaConfig(encoder=part, decoder=decoder, vocab_size=VOCAB_SIZE, eos_token_id=None)
     torch.manual_seed(0)
     model = T5GemmaForConditionalGeneration(config).eval()
-    plain = EncoderDecoderCache(DynamicCache(config=config.decoder), DynamicCache(config=config.decoder))
-    expected = generated(model, plain)
-    for make in (OffloadedHybridCache, stock):
-        ours = EncoderDecoderCache(DynamicHybridCache(config.decoder), make(config.decoder))
-        assert torch.equal(generated(model, ours), expected)
-        assert type(ours.cross_attention_cache) is type(make(config.decoder))
-    ours = EncoderDecoderCache(DynamicHybridCache(config.decoder), QuantizedHybridCache(config.decoder, bits=8))
+    expected, ours = (
+        generated(model, EncoderDecoderCache(make(config.decoder), OffloadedHybridCache(config.decoder)))
+        for make in (stock, DynamicHybridCache)
+    )
+    assert torch.equal(ours, expected)
+    in_few_bits = EncoderDecoderCache(DynamicHybridCache(config.decoder), QuantizedHybridCache(config.decoder, bits=8))
     with pytest.raises(TypeError, match=r"would lose bits .* Pass EncoderDecoderCache\(cache, DynamicHybridCache"):
-        generated(model, ours)
+        generated(model, in_few_bits)

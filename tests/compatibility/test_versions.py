@@ -60,15 +60,13 @@ def test_a_cache_is_found_by_any_name_and_given_back_by_that_of_the_model():
 
 # transformers says that the older name is deprecated, to whoever uses it.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", sorted({CACHE_ARGUMENT, "past_key_values"}))
-def test_decode_on_cpu_takes_the_cache_by_each_name_of_generate(name: str):
+def test_decode_on_cpu_takes_the_cache_by_each_name_of_generate():
     model, ids = tiny_model("llama"), random_prompt(1, 20)
-    options = {"max_new_tokens": 5, "do_sample": False}
-    cache = DynamicHybridCache(model.config)
-    in_float64 = DecodeOnCPU(dtype=torch.float64)
-    tokens = model.generate(ids, **{name: cache}, custom_generate=in_float64, **options)
-    assert torch.equal(tokens, model.generate(ids, **options))
-    assert cache.get_seq_length() == tokens.shape[1] - 1
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    for name in {CACHE_ARGUMENT, "past_key_values"}:
+        given = {name: DynamicHybridCache(model.config), "custom_generate": DecodeOnCPU(dtype=torch.float64)}
+        assert torch.equal(model.generate(ids, **given, max_new_tokens=5, do_sample=False), expected)
+        assert given[name].get_seq_length() == expected.shape[1] - 1
 
 
 def test_transformers_has_nothing_to_say_of_names(caplog: pytest.LogCaptureFixture):

@@ -33,7 +33,9 @@ def logits(model: PreTrainedModel, cache: Cache, tokens: slice, is_cast: bool = 
 @each_cache
 @pytest.mark.parametrize(("prefix", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
 @pytest.mark.usefixtures("torch_attends")  # the kernel rounds a prefix in bfloat16 in another way
-def test_a_wider_type_continues_a_prefix_as_with_stock(make: MakeCache, prefix: torch.dtype, then: torch.dtype):
+def test_a_wider_type_continues_a_prefix_as_with_stock_and_a_narrower_does_not(
+    make: MakeCache, prefix: torch.dtype, then: torch.dtype
+):
     narrow, wide = tiny_model("llama", prefix), tiny_model("llama", then)
     ours, plain = make(narrow.config), stock(narrow.config)
     for cache in (ours, plain):
@@ -41,16 +43,10 @@ def test_a_wider_type_continues_a_prefix_as_with_stock(make: MakeCache, prefix: 
     for tokens in (slice(20, 30), slice(30, 31), slice(31, 32)):
         torch.testing.assert_close(logits(wide, ours, tokens), logits(wide, plain, tokens), rtol=1e-5, atol=1e-5)
     assert torch.equal(ours.layers[0].keys, plain.layers[0].keys)
-
-
-@each_cache
-def test_a_narrower_type_is_refused_with_the_way_out(make: MakeCache):
-    cache = make(tiny_model("llama").config)
-    logits(tiny_model("llama"), cache, slice(0, 20))
-    with pytest.raises(ValueError, match=r"torch\.float32 .* torch\.bfloat16 .* its type with cache\.to\(dtype\)"):
-        logits(tiny_model("llama", torch.bfloat16), cache, slice(20, 21))
-    assert cache.get_seq_length() == 20
-    logits(tiny_model("llama", torch.bfloat16), cache.to(torch.bfloat16), slice(20, 21))
+    with pytest.raises(ValueError, match=rf"{then} .* {prefix} .* its type with cache\.to\(dtype\)"):
+        logits(narrow, ours, slice(32, 33))
+    assert ours.get_seq_length() == 32
+    logits(narrow, ours.to(prefix), slice(32, 33))
 
 
 @each_cache

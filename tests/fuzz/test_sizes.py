@@ -42,14 +42,16 @@ def test_any_text_is_a_number_or_an_error_that_quotes_it(parse: Callable[[str], 
 @SearchAtRandom
 @given(
     count=st.integers(0, 10**18 - 1),
-    unit=st.sampled_from(["KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "B", ""]),
+    unit=st.sampled_from(["KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "B", "", "K", "M", "G", "T"]),
 )
 def test_whole_numbers_come_back_exactly(count: int, unit: str):
     factors = {"K": 1, "M": 2, "G": 3, "T": 4}
-    base = 1024 if "i" in unit else 1000
+    base = 1000 if unit.endswith("B") and "i" not in unit else 1024
     expected = count * base ** factors.get(unit[:1], 0)
     assert parse_bytes(f"{count}{unit}") == expected
     assert parse_bytes(f" {count} {unit.lower()} ") == expected
+    if unit in ("K", "M") and count:
+        assert parse_tokens(f"{count}{unit}") == parse_tokens(f"{count}{unit.lower()}") == expected
     whole, rest = divmod(count, 4)
     assert parse_bytes(f"{whole}.{25 * rest:02}GiB") == count * 2**28
     if count:

@@ -20,7 +20,6 @@ from experiments.sweep import store
 from experiments.sweep.caches import CACHES
 from experiments.sweep.measure import PeakMemory, out_of_memory
 from experiments.sweep.page import page
-from experiments.sweep.points import points
 from experiments.sweep.store import Cell
 from hf_hybrid_cache import DynamicHybridCache
 
@@ -195,13 +194,6 @@ def test_a_peak_of_memory_is_kept_when_the_memory_is_freed():
     peak = peaks.report()["host_over_model"]
     assert peak is not None
     assert 2**25 * 0.9 < peak < 2**26
-
-
-def test_the_steps_of_all_repeats_of_a_context_are_one_point():
-    found = [record_of(replace(CELL, repeat=repeat), seconds) for repeat, seconds in enumerate((0.1, 0.3))]
-    (point,) = points(found)["dynamic", "cpu"]
-    assert point.step_seconds == (0.1, 0.1, 0.3, 0.3)
-    assert point.tokens_per_second == pytest.approx(5.0)
 
 
 def with_gpu() -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicCache
 
 from experiments.common import reading
 from experiments.common.told_process import failure_of
-from experiments.peers import peers
 from experiments.processes import busy_machine
 from experiments.quality import quality_caches
 from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
@@ -120,16 +119,6 @@ def test_reading_on_when_in_full_precision_then_agrees_with_one_pass():
     assert reader.cosines == pytest.approx([1.0] * 5, abs=1e-5)
 
 
-def test_peers_are_compared_with_ours_of_as_many_bits():
-    cells = [
-        {"context_tokens": 1000, "median_seconds": {"ours-16": 1.0, "ours-4": 1.0, "full": 1.0, "quanto-4": 2.0}},
-        {"context_tokens": 3000, "median_seconds": {"ours-16": 5.0, "ours-4": 3.0, "full": 9.0, "quanto-4": 8.0}},
-    ]
-    added = peers.added_per_1000_tokens(cells)
-    assert added == {"ours-16": 2.0, "ours-4": 1.0, "full": 4.0, "quanto-4": 3.0}
-    assert peers.times_ours(added) == {"full": 2.0, "quanto-4": 3.0}
-
-
 def test_what_a_cache_stores_is_counted_in_its_own_types():
     config = tiny_model("llama").config
     full = quality_caches.CACHES["full"](config)
@@ -161,13 +150,3 @@ def test_a_reparametrization_changes_states_and_not_logits(name: str):
     assert all(map(torch.equal, logits_and_states(), before))
     with pytest.raises(ValueError, match="says something else"):
         require_same_function(before[0], -before[0])
-
-
-def test_steps_of_a_busy_machine_are_compared_with_quiet_and_default():
-    seconds = {("default", 0): 2.0, ("default", 1): 6.0, ("passive", 0): 2.0, ("passive", 1): 3.0}
-    samples = {key: {"ours": [taken, 0.5, 99.0], "stock": [2 * taken]} for key, taken in seconds.items()}
-    cells = busy_machine.cells_of(samples)
-    assert [cell["median_seconds"]["ours"] for cell in cells] == list(seconds.values())
-    assert [cell["times_quiet"]["ours"] for cell in cells] == [1, 3, 1, 1.5]
-    assert [cell["times_default"]["stock"] for cell in cells] == [1, 1, 1, 0.5]
-    assert [cell["times_stock"]["ours"] for cell in cells] == [0.5] * 4

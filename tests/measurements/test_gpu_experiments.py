@@ -13,13 +13,7 @@ import pytest
 from experiments.common import records
 from experiments.gpu import __main__ as gpu
 from experiments.gpu.decode import begun
-from experiments.gpu.page import found_in, section
-
-ENVIRONMENT = {
-    "git_revision": records.git_revision(),
-    "gpu": "NVIDIA Test", "gpu_driver": "1.2", "gpu_bus": "5, 16", "cpu": "A CPU", "cores": 16,
-    "versions": {"torch": "2.11"},
-}  # fmt: skip
+from experiments.gpu.page import found_in
 
 
 def test_steps_run_in_their_order_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch):
@@ -86,19 +80,11 @@ def test_a_record_is_gone_on_with_if_it_is_of_the_same_measurement(tmp_path: Pat
     assert begun(path, asked) is asked
     changes: list[dict[str, Any]] = [{}, {"context_tokens": 400}, {"environment": {"git_revision": "another"}}]
     for change in changes:
-        record = {**asked, "median_seconds": {"stock": 0.1}, "environment": ENVIRONMENT, **change}
+        record = {
+            **asked,
+            "median_seconds": {"stock": 0.1},
+            "environment": {"git_revision": records.git_revision()},
+            **change,
+        }
         path.write_text(json.dumps(record))
         assert begun(path, asked) == (asked if change else record)
-
-
-def test_tables_have_the_slowest_measurement_of_each_cache():
-    seen = [
-        {"model": "An-8B", "context_tokens": 300, "environment": ENVIRONMENT, "median_seconds": {"offloaded": seconds}}
-        | {"share_of_bus": {"offloaded": share}}
-        for seconds, share in ((0.04, 0.5), (0.05, 0.25))
-    ]
-    text = section("a-machine", [*seen, seen[0] | {"context_tokens": 70, "without_cudnn": True}])
-    assert "| An-8B, milliseconds a token | 70 | 300 |" in text
-    assert "| offloaded, without cuDNN | 40.00 |  |" in text
-    assert "| offloaded |  | 50.00 |" in text
-    assert "| offloaded |  | 25% |" in text

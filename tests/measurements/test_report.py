@@ -1,5 +1,7 @@
 """Pages, tables and figures come from records: what a page shows is what they hold."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +11,10 @@ import pytest
 
 from experiments import report, stock_tests
 from experiments.common.records import RESULTS
+from experiments.common.timing import medians
+from experiments.peers import peers
+from experiments.peers.step_rows import over_reference, ratios
+from experiments.processes.busy_machine import cells_of
 
 REPOSITORY = RESULTS.parent
 
@@ -35,6 +41,29 @@ def test_every_figure_of_a_record_is_drawn():
         assert path.with_suffix(".svg").exists()
         assert axes.lines
         plt.close(figure)
+
+
+def test_numbers_of_records_follow_from_their_samples():
+    checked = Counter[str]()
+    for record in (json.loads(path.read_text()) for path in RESULTS.rglob("*.json")):
+        cells = record.get("cells", [])
+        checked[record.get("experiment")] += len(cells)
+        match record.get("experiment"):
+            case "peers":
+                added = peers.added_per_1000_tokens(cells)
+                assert added == record["added_seconds_per_1000_tokens"]
+                assert peers.times_ours(added) == record["times_ours"]
+            case "busy_machine":
+                samples = {(cell["setting"], cell["busy_processes"]): cell["samples_seconds"] for cell in cells}
+                assert all(new | old == new for new, old in zip(cells_of(samples), cells, strict=True))
+            case "whole_step":
+                for cell in cells:
+                    groups = [medians(group) for group in cell["samples_seconds"]]
+                    reference = next(name for name in groups[0] if all(name in group for group in groups))
+                    relative = over_reference(groups, reference)
+                    assert relative == cell["over_reference"]
+                    assert ratios(relative) == cell["ratios"]
+    assert min(checked[name] for name in ("peers", "busy_machine", "whole_step")) > 1
 
 
 def headline() -> Iterator[str]:

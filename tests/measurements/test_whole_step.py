@@ -19,7 +19,6 @@ from experiments.peers import llama_cpp
 from experiments.peers.gguf_files import write_model
 from experiments.peers.llama_cpp import FORMS
 from experiments.peers.llama_process import LlamaProcess, Settings
-from experiments.peers.step_rows import over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models.loading import random_llama
 
@@ -106,19 +105,3 @@ def test_a_process_times_steps_or_tells_why_not(file: Path):
     process.close()
     with pytest.raises(EndedError, match=r"llama.cpp cannot load .*missing"):
         LlamaProcess(sys.executable, replace(settings, file=f"{file}-missing"))
-
-
-def test_rows_of_several_groups_are_compared_by_a_shared_one():
-    medians = [
-        {"ours W4/KV4": 1.0, "stock W16/KV16": 8.0, "ours W16/KV4": 4.0},
-        {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0, "fused W4/KV4": 1.5},
-    ]
-    relative = over_reference(medians, "ours W4/KV4")
-    assert relative == medians[0] | {"ours W8/KV4": 2, "fused W4/KV4": 0.75}
-    assert ratios(relative) == {
-        "ours W8/KV4 / ours W16/KV4": 0.5,
-        "ours W4/KV4 / ours W16/KV4": 0.25,
-        "fused W4/KV4 / ours W4/KV4": 0.75,
-        "ours W4/KV4 / stock W16/KV16": 0.125,
-        "fused W4/KV4 / stock W16/KV16": 0.09375,
-    }

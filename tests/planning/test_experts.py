@@ -15,7 +15,7 @@ from transformers import (
 
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import Machine, Plan, make_plans, model_cost, recommended
-from hf_hybrid_cache.planning.candidates import RUNTIME_BYTES, Candidate, Strategy, expert_candidates
+from hf_hybrid_cache.planning.candidates import RUNTIME_BYTES, Candidate, Strategy
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import make_plan
 from hf_hybrid_cache.weights import WEIGHT_BITS, Width, coverage
@@ -39,9 +39,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = EXPERT_FAMILIES | {
         num_global_key_value_heads=2, global_head_dim=16,
     ),
 }  # fmt: skip
+OLMOE = "allenai/OLMoE-1B-7B-0924"
 # Billions of weights that the makers state.
 BILLIONS = {
-    "allenai/OLMoE-1B-7B-0924": 6.9,
+    OLMOE: 6.9,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "openai/gpt-oss-20b": 20.9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7,
@@ -82,16 +83,9 @@ def test_experts_count_as_in_the_real_model(family: str):
         assert cost.experts.total_bytes(bits) == quantized_bytes(model, bits)
 
 
-def test_a_dense_model_has_no_experts_that_cost_anything():
-    cost = model_cost(load_config("HuggingFaceTB/SmolLM2-135M"), chunk=CHUNK)
-    assert cost.experts.total_bytes() == 0
-    assert cost.without_experts() == cost
-    assert expert_candidates(cost, 512, 2**40) == []
-
-
 @pytest.mark.parametrize(
     ("name", "stated"),
-    [case if case[0] == "openai/gpt-oss-20b" else slow(*case) for case in BILLIONS.items()],
+    [case if case[0] == OLMOE else slow(*case) for case in BILLIONS.items()],
 )
 def test_built_in_mixtures_have_the_weights_that_their_makers_state(name: str, stated: float):
     config = load_config(name)
@@ -124,33 +118,15 @@ def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: 
 
 
 def test_experts_are_on_the_host_where_only_all_else_fits_the_gpu():
-    model, host = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1")), 128 * 2**30
-    plans = make_plans(model, 8192, Machine(8 * 2**30, host))
+    model, host = model_cost(load_config(OLMOE)), 128 * 2**30
+    plans = make_plans(model, 2048, Machine(4 * 2**30, host))
     assert {(plan.experts_on_host, plan.weights) for plan in plans} == {(True, bits) for bits in (None, *WEIGHT_BITS)}
     best = recommended(plans)
     assert (best.cache, best.strategy, best.experts_on_host, best.weights) == ("dynamic", Strategy.GPU, True, None)
-    for device_bytes in (0, 3 * 2**30):
-        without_room = make_plans(model, 8192, Machine(device_bytes, host))
+    for device_bytes in (0, 2**30):
+        without_room = make_plans(model, 2048, Machine(device_bytes, host))
         assert not any(plan.experts_on_host for plan in without_room)
         assert {plan.strategy for plan in without_room} == {Strategy.CPU}
     plenty = make_plans(cost_of("mixtral"), 512, Machine(2**40, 2**40))
     assert not recommended(plenty).experts_on_host
     assert any(plan.experts_on_host for plan in plenty)
-
-
-# The lines of Python
-
-
-def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
-    model = cost_of("olmoe")
-    for candidate in expert_candidates(model, 512, 2**40):
-        lines = candidate.program(model).splitlines()
-        loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
-        quantized = f"quantization_config=QuantizedWeightsConfig(bits={candidate.weights}, only_experts=True)"
-        assert 'device_map="cpu"' in lines[loaded]
-        assert (quantized in lines[loaded]) == (candidate.weights is not None)
-        assert lines[loaded + 1 : loaded + 3] == ["move_experts_to_host(model)", 'model.to("cuda")']
-        assert lines[loaded + 3].startswith("cache = ")
-        (imported,) = [line for line in lines if line.startswith("from hf_hybrid_cache import ")]
-        assert imported.endswith("move_experts_to_host")
-        compile("\n".join(lines), "lines", "exec")

@@ -25,18 +25,11 @@ CHUNK = 64
 # Millions of weights that the Hub states for these models.
 MILLIONS_OF_WEIGHTS = {
     "meta-llama/Llama-3.2-1B": 1236,
-    "meta-llama/Llama-3.2-3B": 3213,
     "meta-llama/Llama-3.1-8B": 8030,
-    "meta-llama/Llama-3.1-70B": 70_554,
-    "Qwen/Qwen2.5-7B": 7616,
     "Qwen/Qwen3-0.6B": 596,
-    "Qwen/Qwen3-8B": 8191,
-    "Qwen/Qwen3-32B": 32_762,
     "mistralai/Mistral-7B-v0.3": 7248,
     "google/gemma-2-2b": 2614,
-    "google/gemma-2-9b": 9242,
     "google/gemma-3-1b-it": 1000,
-    "microsoft/Phi-3.5-mini-instruct": 3821,
     "microsoft/Phi-4-mini-instruct": 3836,
     "HuggingFaceTB/SmolLM2-135M": 135,
 }
@@ -89,8 +82,8 @@ def test_soft_capping_is_not_what_the_kernel_computes():
 def test_weights_of_gigabytes_take_no_memory():
     wait_for_compilation()
     before = psutil.Process().memory_info().rss
-    cost = model_cost(load_config("meta-llama/Llama-3.1-8B"), chunk=48)  # as no other test, or it would be known
-    assert cost.weight_bytes == 2 * 8_030_261_248
+    cost = model_cost(load_config("meta-llama/Llama-3.2-1B"), chunk=48)  # as no other test, or it would be known
+    assert cost.weight_bytes == 2 * 1_235_814_400
     assert psutil.Process().memory_info().rss - before < 2**28
 
 

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from hf_hybrid_cache.prefix_store import PrefixStoreError
+from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
 
-from .prompts import FORMS, Talk
+from .prompts import FORMS, are_equal, held
 from .test_families import model_of, tokens
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -22,6 +26,12 @@ def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
 
 
+def generated(model: PreTrainedModel, tokens: torch.Tensor, cache: HybridCache) -> torch.Tensor:
+    """Return the tokens after some that a cache may have, and an answer to a question of 20 more."""
+    whole = torch.cat([tokens, random_prompt(1, 20) % 80 + 5], dim=1)
+    return model.generate(whole, **cache_argument(cache), max_new_tokens=20, do_sample=False, eos_token_id=None)
+
+
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -30,67 +40,42 @@ def num_bytes(folder: Path) -> int:
     ],
 )
 def test_conversation_when_resumed_then_goes_on_to_the_bit(form: str, name: str, tmp_path: Path):
-    model = tiny_model(name) if name in FAMILIES else model_of(name)
-    talk = Talk(tmp_path, model, FORMS[form], DOCUMENT if name in FAMILIES else tokens(130, 0))
-    for seed in (1, 2):
-        talk.tokens = talk.said(20, seed)
-        own_id = talk.keep(title="of two questions")
-    (stored,) = talk.store.prompts()
-    assert stored == talk.stored(own_id)
-    assert stored.token_ids.tolist() == talk.tokens[0].tolist()
-    assert (stored.document_tokens, stored.title, stored.is_conversation) == (talk.length, "of two questions", True)
-    talk.assert_goes_on_alike(stored, 40, seed=3)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_conversation_when_codecs_are_chosen_late_then_goes_on(family: str, tmp_path: Path):
-    talk, own_id = Talk(tmp_path, tiny_model(family), FORMS["quantized"], DOCUMENT[:, :20]), None
-    for seed, count in enumerate((20, 50, 200)):
-        own_id = talk.keep(replaces=own_id)
-        talk.assert_goes_on_alike(talk.stored(own_id), count, seed)
+    model, store = tiny_model(name) if name in FAMILIES else model_of(name), PrefixStore(tmp_path)
+    document = DOCUMENT if name in FAMILIES else tokens(130, 0)
+    cache, length = FORMS[form](model.config), document.shape[1]
+    store.prefill(model, document, cache, document_tokens=length, progress=False)
+    talk = document
+    for _ in range(2):
+        talk = generated(model, talk, cache)
+        own_id = store.keep(model, talk, cache, document_tokens=length, title="of two questions")
+    (stored,) = store.prompts()
+    assert (stored.id, stored.token_ids.tolist()) == (own_id, talk[0].tolist())
+    assert (stored.document_tokens, stored.title, stored.is_conversation) == (length, "of two questions", True)
+    resumed = FORMS[form](model.config)
+    store.resume(model, stored, resumed)
+    assert are_equal(held(resumed), held(cache))
+    assert torch.equal(generated(model, talk, resumed), generated(model, talk, cache))
+    assert are_equal(held(resumed), held(cache))
 
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
-    talk = Talk(tmp_path, LLAMA, FORMS["full"], random_prompt(1, 2300))
-    of_document, talk.tokens = num_bytes(tmp_path), talk.said(130)
-    talk.keep()
+    document, store, cache = random_prompt(1, 2300), PrefixStore(tmp_path), FORMS["full"](LLAMA.config)
+    store.prefill(LLAMA, document, cache, document_tokens=2300, progress=False)
+    of_document, talk = num_bytes(tmp_path), generated(LLAMA, document, cache)
+    store.keep(LLAMA, talk, cache, document_tokens=2300)
     # And what is stored again of the block that the document ends in, and the rest of the last block.
-    most = talk.tokens.shape[1] - talk.length + 2 * 64
-    assert num_bytes(tmp_path) - of_document < most / talk.length * of_document + 2**14
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_path: Path):
-    talk = Talk(tmp_path, LLAMA, FORMS[form], DOCUMENT)
-    first = talk.tokens = talk.said(90)
-    talk.keep()
-    second = talk.tokens = talk.said(90, seed=2)
-    of_second = talk.keep()
-    talk.cache.crop(-(talk.cache.get_seq_length() - first.shape[1] + 30))
-    talk.tokens = first[:, : talk.cache.get_seq_length()]
-    third = talk.tokens = talk.said(90, seed=3)
-    of_third = talk.keep()
-    for own_id, said in ((of_second, second), (of_third, third)):
-        assert list(talk.stored(own_id).token_ids) == said[0].tolist()
-    talk.assert_goes_on_alike(talk.stored(of_third), 9, seed=4)
-
-
-@pytest.mark.parametrize("form", ["full", "quantized"])
-def test_conversation_when_kept_in_its_own_place_at_a_border_then_is_one(form: str, tmp_path: Path):
-    talk = Talk(tmp_path, LLAMA, FORMS[form], DOCUMENT)
-    talk.tokens = talk.said(64 * 12 + 1 - talk.length - talk.new_tokens)
-    assert talk.cache.get_seq_length() % 64 == 0
-    own_id = talk.keep(replaces=talk.keep())
-    assert [stored.id for stored in talk.store.prompts()] == [own_id]
+    most = talk.shape[1] - 2300 + 2 * 64
+    assert num_bytes(tmp_path) - of_document < most / 2300 * of_document + 2**14
 
 
 def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
-    talk = Talk(tmp_path, LLAMA, FORMS["full"], DOCUMENT)
-    (stored,) = talk.store.prompts()
+    store, full = PrefixStore(tmp_path), FORMS["full"]
+    store.prefill(LLAMA, DOCUMENT, full(LLAMA.config), document_tokens=700, progress=False)
+    (stored,) = store.prompts()
     with pytest.raises(PrefixStoreError, match="another form of cache"):
-        talk.store.resume(talk.model, stored, FORMS["quantized"](talk.model.config))
-    talk.store.remove(stored)
-    assert talk.store.prompts() == []
+        store.resume(LLAMA, stored, FORMS["quantized"](LLAMA.config))
+    store.remove(stored)
+    assert store.prompts() == []
     assert num_bytes(tmp_path) == 0
     with pytest.raises(PrefixStoreError, match="cannot be gone on with"):
-        talk.store.resume(talk.model, stored, FORMS["full"](talk.model.config))
+        store.resume(LLAMA, stored, full(LLAMA.config))

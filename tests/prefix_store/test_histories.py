@@ -40,7 +40,7 @@ class Told:
 
     def __init__(self, folder: Path, family: str, form: str):
         self.model, self.make = tiny_model(family), MAKERS[form]
-        self.store, self.cache = PrefixStore(folder), self.make(self.model.config)
+        self.store, self.cache, self.own_id = PrefixStore(folder), self.make(self.model.config), None
 
     @property
     def num_tokens(self) -> int:
@@ -76,18 +76,29 @@ class Told:
             states = layer.values if role % 2 else layer.keys
             states[:, :, count] += 1.0
 
-    def keep(self, count: int, _: int) -> None:
-        """Keep it, and go on with another cache, which has the same bits; of a document alone those of a cold read."""
+    def keep(self, count: int, replaced: int) -> None:
+        """
+        Keep it, perhaps in the place of the last one, and go on with another cache, which has the same bits.
+
+        Of a document alone these are those of a cold read. Some tokens later both have the same bits again.
+        """
         if not self.num_tokens:
             return
-        own_id = self.store.keep(self.model, TEXT[:, : self.num_tokens], self.cache)
-        (stored,) = (each for each in self.store.prompts() if each.id == own_id)
-        assert stored.token_ids.tolist() == TEXT[0, : self.num_tokens].tolist()
+        replaces = self.own_id if replaced % 3 else None
+        own_id = self.store.keep(self.model, TEXT[:, : self.num_tokens], self.cache, replaces=replaces)
+        stored = {each.id: each for each in self.store.prompts()}
+        assert replaces in (None, own_id) or replaces not in stored or not stored[replaces].is_conversation
+        self.own_id = own_id
+        assert stored[own_id].token_ids.tolist() == TEXT[0, : self.num_tokens].tolist()
         again = self.make(self.model.config)
-        self.store.resume(self.model, stored, again)
-        assert are_equal(held(again), held(self.cache)) or not stored.is_conversation
-        if count % 2:
-            self.cache = again
+        self.store.resume(self.model, stored[own_id], again)
+        if stored[own_id].is_conversation:
+            assert are_equal(held(again), held(self.cache))
+            whole = TEXT[:, : self.num_tokens + count]
+            for cache in (again, self.cache):
+                prefill(self.model, whole, cache, chunk_size=64, progress=False)
+            assert are_equal(held(again), held(self.cache))
+        self.cache = again
 
 
 STEPS = [Told.of_store, Told.read, Told.embed, Told.crop, Told.edit, Told.keep, Told.keep, Told.anew]

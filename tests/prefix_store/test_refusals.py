@@ -15,7 +15,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 
 from .prompts import FORMS, alter_states, are_equal, hits, prompts, read
 from common.caches import group_of_one
-from common.modes import ListStreamer
 from model_identity.models import new_llama
 from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import random_prompt, tiny_model
@@ -59,9 +58,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @torch.no_grad()
-def that_has_read(num_tokens: int, make: Callable[[Any], HybridCache], config: Any) -> HybridCache:
+def that_has_read(num_tokens: int, make: Callable[[Any], HybridCache], config: Any, model: Any = None) -> HybridCache:
     cache = make(config)
-    tiny_model("llama")(random_prompt(1, num_tokens), **cache_argument(cache))
+    (model or tiny_model("llama"))(random_prompt(1, num_tokens), **cache_argument(cache))
     return cache
 
 
@@ -88,9 +87,7 @@ REFUSED: list[tuple[str, Call]] = [
     ("without padding.* hides 3 of their", generate(attention_mask=(torch.arange(20) > 2).long()[None])),
     ("Leave out position_ids", generate(position_ids=torch.arange(1, 21)[None])),
     ("cannot with assistant_model or prompt_lookup", generate("", lambda model: {"assistant_model": model})),
-    ("cannot with assistant_model or prompt_lookup", generate(prompt_lookup_num_tokens=3)),
     ("use_cache=False forbids it", generate(use_cache=False)),
-    ("cannot with synced_gpus", generate(synced_gpus=True)),
     (
         "of this package .* got DynamicCache",
         generate("", lambda model: cache_argument(DynamicCache(config=model.config))),
@@ -99,8 +96,6 @@ REFUSED: list[tuple[str, Call]] = [
     ("All 20 tokens are those of the document", generate(document_tokens=20)),
     (r"one prompt in a call, without padding\. There are 2", generate(input_ids=random_prompt(2, 20))),
     ("cannot with inputs_embeds", generate("", embedded)),
-    ("not part of transformers any more", generate(dola_layers="high")),
-    ("`streamer` cannot be used with beam", generate(num_beams=2, streamer=ListStreamer())),
 ]
 
 
@@ -117,11 +112,9 @@ def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: P
     rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 400}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     model, store = new_llama(rope_parameters={**rotation, **factors}), PrefixStore(tmp_path)
-    cache = DynamicHybridCache(model.config)
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 401"):
-        store.prefill(model, random_prompt(1, 401), cache, progress=False)
-    with torch.no_grad():
-        model(random_prompt(1, 450), **cache_argument(cache))
+        store.prefill(model, random_prompt(1, 401), DynamicHybridCache(model.config), progress=False)
+    cache = that_has_read(450, DynamicHybridCache, model.config, model)
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 450"):
         store.keep(model, random_prompt(1, 450), cache, document_tokens=100)
     assert hits(tmp_path, model, DynamicHybridCache, *prompts(200, 30, 100), document=200) == [0, 200]
@@ -141,8 +134,8 @@ def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path
 @pytest.mark.parametrize("is_of_a_part", [False, True])
 def test_tokens_when_they_stand_for_media_then_refused(is_of_a_part: bool, tmp_path: Path):
     model, prompt, store = new_llama(), random_prompt(1, 9), PrefixStore(tmp_path)
-    cache, config, token = DynamicHybridCache(model.config), model.config, int(prompt[0, 4])
-    store.prefill(model, prompt, cache, progress=False)
+    config, token = model.config, int(prompt[0, 4])
+    cache = that_has_read(9, DynamicHybridCache, config, model)
     if is_of_a_part:
         config.thinker_config = type(config)(audio_config=type(config)(audio_token_index=token))
     else:
@@ -151,7 +144,7 @@ def test_tokens_when_they_stand_for_media_then_refused(is_of_a_part: bool, tmp_p
         store.keep(model, prompt, cache, document_tokens=8)
     with pytest.raises(PrefixStoreError, match="images, sound or video"):
         store.prefill(model, prompt, DynamicHybridCache(config))
-    assert not any(stored.is_conversation for stored in store.prompts())
+    assert store.prompts() == []
 
 
 def test_prefill_when_there_is_no_room_then_reads_and_warns(tmp_path: Path):
@@ -163,17 +156,16 @@ def test_prefill_when_there_is_no_room_then_reads_and_warns(tmp_path: Path):
     assert repr(store) == f"PrefixStore({str(tmp_path / 'store')!r})"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_prefill_when_a_file_was_altered_then_reads_and_warns(form: str, tmp_path: Path):
+def test_prefill_when_a_file_was_altered_then_reads_and_warns(tmp_path: Path):
     model, (first, second) = tiny_model("llama"), prompts(common=2200, first=200, second=300)
-    _, cold = read(tmp_path / "cold", model, second, FORMS[form](model.config))
-    read(tmp_path / "store", model, first, FORMS[form](model.config))
+    _, cold = read(tmp_path / "cold", model, second, QuantizedHybridCache(model.config))
+    read(tmp_path / "store", model, first, QuantizedHybridCache(model.config))
     alter_states(tmp_path / "store")
     with pytest.warns(UserWarning, match="was altered"):
-        reused, states = read(tmp_path / "store", model, second, FORMS[form](model.config))
+        reused, states = read(tmp_path / "store", model, second, QuantizedHybridCache(model.config))
     assert reused == 0
     assert are_equal(states, cold)
-    assert hits(tmp_path, model, FORMS[form], second) == [second.shape[1] - 1]
+    assert hits(tmp_path, model, QuantizedHybridCache, second) == [second.shape[1] - 1]
 
 
 def test_states_when_of_another_form_or_model_then_not_used_and_why(tmp_path: Path):

@@ -1,109 +1,65 @@
 """Nodes whose checksums fit and whose descriptions are of another version, or forged: they go, and are kept anew."""
 
 import math
-import shutil
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from files.forged import parts_of, write
 
-from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, PrefixStore, PrefixStoreError
+from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError
 
 from .forged import describe, description_of, nodes_of
 from .prompts import prompts, read
-from models.tiny_models import random_prompt, tiny_model
+from models.tiny_models import tiny_model
 
 # The models have short contexts.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
-Keep = Callable[[torch.Tensor], None]
-Change = Callable[[Any], object]
+PROMPTS = prompts(common=2048, first=152, second=200)
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Keep:
-    """Keep a prompt in a folder."""
-
-    def keep(prompt: torch.Tensor) -> None:
-        shutil.copytree(_kept(tuple(prompt[0].tolist()), tmp_path.parent), tmp_path, dirs_exist_ok=True)
-
-    return keep
+def kept(tmp_path: Path) -> Path:
+    """A folder with a prompt of two nodes."""
+    model, (prompt, _) = tiny_model("llama"), PROMPTS
+    read(tmp_path, model, prompt, DynamicHybridCache(model.config))
+    return tmp_path
 
 
-@cache
-def _kept(tokens: tuple[int, ...], folder: Path) -> Path:
-    model, path = tiny_model("llama"), folder / f"{len(tokens)}"
-    read(path, model, torch.tensor([tokens]), DynamicHybridCache(model.config))
-    return path
-
-
-def forge(path: Path, change: Change) -> None:
+def forge(path: Path, change: Callable[[Any], object]) -> None:
     """Change the description of a node, as JSON has it."""
     tree = description_of(path)
     change(tree)
     describe(path, tree)
 
 
-def of_all_layers(tree: Any, **changes: Any) -> None:
-    for layer in tree["states"]["layers"]:
-        layer["states"].update(changes)
-
-
-def test_states_when_sparse_and_larger_than_memory_then_take_none(kept: Keep, tmp_path: Path):
-    model, prompt = tiny_model("llama"), random_prompt(1, 129)
-    kept(prompt)
-    (node,) = nodes_of(tmp_path)
-    forge(node, partial(of_all_layers, num_kv_heads=2**15, key_dim=2**15, value_dim=2**15))
-    (header, data), end = parts_of(node), 0
-    tensors = {name: each for name, each in header.items() if name != "__metadata__"}
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = tensor["data_offsets"]
-        if "/states." in name:
-            sizes = [2**15, *(2**15 if size == 16 else size for size in tensor["shape"][3:])]
-            stop += (stop - start) * (math.prod(sizes) // math.prod(tensor["shape"][2:]) - 1)
-            tensor["shape"][2:] = sizes
-        tensor["data_offsets"] = [end, end := end + stop - start]
-    write(node, header, data[:4], hole=end - 4)
-    with pytest.raises(HostMemoryError):
-        read(tmp_path, model, prompt, DynamicHybridCache(model.config))
-
-
 @pytest.mark.parametrize("values", [{"identity": None}, {"document_tokens": math.inf}, {"rest": [1.5]}])
-def test_description_when_unreadable_then_not_listed_and_verify_removes(
-    values: dict[str, Any], kept: Keep, tmp_path: Path
-):
-    kept(random_prompt(1, 400))
-    (node,) = nodes_of(tmp_path)
-    forge(node, lambda tree: tree.update(values))
-    store = PrefixStore(tmp_path)
+def test_description_when_unreadable_then_not_listed_and_verify_removes(values: dict[str, Any], kept: Path):
+    first, second = nodes_of(kept)
+    forge(second, lambda tree: tree.update(values))
+    store = PrefixStore(kept)
     assert store.prompts() == []
     with pytest.warns(UserWarning, match="is of no use to this version: .* It was removed from the store"):
         (reason,) = store.verify()
-    assert node.name in reason
-    assert nodes_of(tmp_path) == []
+    assert second.name in reason
+    assert nodes_of(kept) == [first]
 
 
-def test_nodes_before_an_unreadable_one_are_used_and_can_be_removed(kept: Keep, tmp_path: Path):
-    model, (prompt, other) = tiny_model("llama"), prompts(common=2048, first=152, second=200)
-    kept(prompt)
-    describe(nodes_of(tmp_path)[1], "of another version")
-    store = PrefixStore(tmp_path)
-    assert store.prefill(model, other, DynamicHybridCache(model.config), progress=False).num_tokens == 2048
+def test_nodes_before_an_unreadable_one_are_used_and_can_be_removed(kept: Path):
+    model, store = tiny_model("llama"), PrefixStore(kept)
+    describe(nodes_of(kept)[1], "of another version")
+    assert store.prefill(model, PROMPTS[1], DynamicHybridCache(model.config), progress=False).num_tokens == 2048
     with pytest.warns(UserWarning, match="is of no use to this version"):
         store.verify()
-    assert [len(each.token_ids) for each in store.prompts()] == [2247]
-    for each in store.prompts():
-        store.remove(each)
-    assert nodes_of(tmp_path) == []
+    (stored,) = store.prompts()
+    assert len(stored.token_ids) == 2247
+    store.remove(stored)
+    assert nodes_of(kept) == []
 
 
-def test_conversation_when_its_states_are_unreadable_then_is_not_resumed(kept: Keep, tmp_path: Path):
-    model, store = tiny_model("llama"), PrefixStore(tmp_path)
-    kept(random_prompt(1, 400))
+def test_conversation_when_its_states_are_unreadable_then_is_not_resumed(kept: Path):
+    model, store = tiny_model("llama"), PrefixStore(kept)
     (listed,) = store.prompts()
-    forge(nodes_of(tmp_path)[0], lambda tree: tree.pop("states"))
+    forge(nodes_of(kept)[0], lambda tree: tree.pop("states"))
     with pytest.raises(PrefixStoreError, match="cannot be gone on with: "):
         store.resume(model, listed, DynamicHybridCache(model.config))

@@ -96,7 +96,7 @@ def serving(model: Path, *options: str) -> Iterator[Running]:
     finally:
         said = server.end(signal.SIGINT if has_passed else signal.SIGKILL)
     assert "Traceback" not in said, said
-    assert server.process.returncode in (0, 130, -signal.SIGKILL)
+    assert server.process.returncode in (130, -signal.SIGKILL)
 
 
 def user(text: str) -> dict[str, str]:
@@ -109,22 +109,12 @@ def cached(answer: Any) -> tuple[int, int]:
 
 
 def generated(folder: str, prompt: list[dict[str, str]] | str, **options: Any) -> str:
-    """
-    Return the text that transformers generates after a prompt with its own cache, by settings of an answer.
-
-    A conversation is written as the chat template of these tests does, by hand: its contents are nothing but text.
-    """
+    """Return the text that transformers generates after a prompt with its own cache, by settings of an answer."""
     model, tokenizer = loaded(folder)
     if isinstance(prompt, str):
         token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
-        begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-        token_ids = []
-        for message in [*prompt, {"role": "assistant", "content": ""}]:
-            text = f"{message['role']}\n{message['content']}"
-            token_ids += [begin, *tokenizer(text, split_special_tokens=True)["input_ids"], end]
-            token_ids += tokenizer("\n")["input_ids"]
-        token_ids = token_ids[:-2]
+        token_ids = talks.prompt_tokens(((each["role"], each["content"]) for each in prompt), tokenizer)
     settings = AnswerSettings(**{"max_new_tokens": NEW_TOKENS} | options)
     return str(tokenizer.decode(talks.generated(model, token_ids, settings), skip_special_tokens=True))
 

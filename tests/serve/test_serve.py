@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,9 @@ def test_any_history_of_requests_has_the_answers_of_cold_reads(server: Running, 
             with server.ask(messages, stream=True, **step["settings"]) as stream:
                 told = next(iter(stream)).choices[0].delta.content or ""
         elif step["told"] == "stop" and stop.strip():
-            told = server.ask(messages, stop=[stop], **step["settings"]).choices[0].message.content
-            assert told == expected[: expected.index(stop)]
+            choice = server.ask(messages, stop=[stop, "no such"], **step["settings"]).choices[0]
+            told = choice.message.content
+            assert (told, choice.finish_reason) == (expected[: expected.index(stop)], "stop")
         else:
             told = server.ask(messages, **step["settings"]).choices[0].message.content
             assert told == expected
@@ -131,9 +132,7 @@ def test_another_question_about_a_document_reads_the_question_alone(server: Runn
     server.ask([user(f"{document}\n\nWho signed it?")])
     tokens, known = cached(server.ask([user(f"{document}\n\nWhere, and on which day, was it signed?")]))
     assert tokens - known < 150  # in bytes, with the end of the template
-
-    tokens, known = cached(server.ask([{"role": "system", "content": document}, user("Who signed it, and where?")]))
-    assert known < 100
+    assert cached(server.ask([{"role": "system", "content": document}, user("Who signed it, and where?")]))[1] < 100
 
 
 @pytest.mark.slow
@@ -180,11 +179,13 @@ def test_who_leaves_ends_the_answer_within_a_step(server: Running):
     assert server.state()["requests"] == 0
 
 
-def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
-    folder, looks = model_in(tmp_path / "model", 2**13), []
+def engine_of(folder: Path, store: PrefixStore, remark: Callable[[str], object] = print) -> Engine:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    store = PrefixStore(tmp_path / "store")
-    engine = Engine(model, tokenizer, store, memory_bytes=0, remark=print, cache="dynamic")
+    return Engine(model, tokenizer, store, memory_bytes=0, remark=remark, cache="dynamic")
+
+
+def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
+    engine, looks = engine_of(model_in(tmp_path / "model", 2**13), PrefixStore(tmp_path / "store")), []
     text, answer = "".join(chr(97 + number * number % 23) for number in range(8000)), AnswerSettings(max_new_tokens=1)
 
     def leave() -> None:
@@ -203,23 +204,12 @@ def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
 @pytest.mark.parametrize("what", ["is gone", "refuses"])
 def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_path: Path, what: str):
     folder, told = model_in(tmp_path / "model", 2**13), list[str]()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    if what == "refuses":  # texts beyond 400 tokens
-        rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0}
-        factors = {
-            "short_factor": [1.0] * (model.config.head_dim // 2),
-            "long_factor": [1.5] * (model.config.head_dim // 2),
-        }
-        model.config.rope_parameters = rotation | factors | {"original_max_position_embeddings": 400}
-        type(model)(model.config).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    engine = Engine(
-        model, tokenizer, PrefixStore(tmp_path / "store"), memory_bytes=0, remark=told.append, cache="dynamic"
-    )
-    answer = AnswerSettings(max_new_tokens=3)
-    expected = generated(str(folder), DOCUMENT, max_new_tokens=3)
-    if what == "is gone":
+    engine = engine_of(folder, PrefixStore(tmp_path / "store"), told.append)
+    if what == "refuses":  # code of others without a name
+        engine._model.register_forward_hook(lambda *_: None)
+    else:
         shutil.rmtree(tmp_path / "store")
+    answer, expected = AnswerSettings(max_new_tokens=3), generated(str(folder), DOCUMENT, max_new_tokens=3)
     for prompt in (DOCUMENT, DOCUMENT, (("user", DOCUMENT),)):
         *texts, end = engine.answer(prompt, answer, lambda: None)
         assert isinstance(end, Answered)
@@ -228,57 +218,41 @@ def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_pa
 
 
 def test_a_server_says_why_it_refuses_and_why_it_ends_an_answer(model: Path, tmp_path: Path):
-    """Clients beyond the queue are told when to come again; who leaves the queue makes room in it; then Ctrl-C."""
+    """Clients beyond the queue are told when to come again; who leaves it makes room; a second signal ends all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))
-        with serving(model, "--waiting", "1", "--api-key", KEY) as server:
-            for value in (b"", b"Bearer kex", b"Basic a key", "Bearer \u00e9".encode("latin-1")):
-                reply = httpx.get(f"{server.url}/models", headers={"Authorization": value})
-                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
-            stalled = [server.connect("/completions", "Content-Length: 100", body=b"{") for _ in range(2)]
-            server.wait_for(2)
-            with pytest.raises(openai.RateLimitError, match="2 requests are answered or wait"):
-                server.ask([user("Who?")])
-            for connection in stalled:
-                connection.close()
-            server.wait_for(0)
-            with server.ask([user("Go on.")], stream=True, max_tokens=8000) as begun, ThreadPoolExecutor(1) as pool:
-                next(iter(begun))
-                server.leave([user("Next.")], requests=2)
-                server.wait_for(1)
-                waiting = pool.submit(server.ask, [user("Next.")])
-                server.wait_for(2)
-                with pytest.raises(openai.RateLimitError, match="Ask again later") as error:
-                    server.ask([user("Who?")])
-                assert int(error.value.response.headers["retry-after"]) > 0
-                begun.close()
-                assert waiting.result().choices[0].finish_reason == "length"
-            stream = server.ask([user("Go on.")], stream=True, max_tokens=8000)
-            next(iter(stream))
-            assert list(tmp_path.iterdir())
-            with server.connect("/completions", "Content-Length: 100", body=b"{"):
-                server.wait_for(2)
-                server.process.send_signal(signal.SIGINT)
-                with pytest.raises(openai.APIError, match="The server is stopping"):
-                    list(stream)
-                assert server.process.wait(120) == 130
-    assert not list(tmp_path.glob("hf-hybrid-cache-*"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.slow)])
-def test_a_second_signal_ends_the_server_at_once_and_takes_its_store(model: Path, tmp_path: Path, number: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))
-        server = Running(model)
-    with server.connect("/completions", "Content-Length: 100", body=b"{"):
+        server = Running(model, "--waiting", "1", "--api-key", KEY)
+    for value in (b"", b"Bearer kex", b"Basic a key", "Bearer \u00e9".encode("latin-1")):
+        reply = httpx.get(f"{server.url}/models", headers={"Authorization": value})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    stalled = [server.connect("/completions", "Content-Length: 100", body=b"{") for _ in range(2)]
+    server.wait_for(2)
+    with pytest.raises(openai.RateLimitError, match="2 requests are answered or wait"):
+        server.ask([user("Who?")])
+    for connection in stalled:
+        connection.close()
+    server.wait_for(0)
+    with server.ask([user("Go on.")], stream=True, max_tokens=8000) as begun, ThreadPoolExecutor(1) as pool:
+        next(iter(begun))
+        server.leave([user("Next.")], requests=2)
         server.wait_for(1)
-        assert list(tmp_path.glob("hf-hybrid-cache-*"))
-        server.process.send_signal(number)
-        with contextlib.suppress(httpx.ConnectError, httpx.RemoteProtocolError):  # which is refused by who ends
-            while True:
-                httpx.get(f"{server.url}/models")
-        said = server.end(number)
-    assert server.process.returncode == 128 + number
+        waiting = pool.submit(server.ask, [user("Next.")])
+        server.wait_for(2)
+        with pytest.raises(openai.RateLimitError, match="Ask again later") as error:
+            server.ask([user("Who?")])
+        assert int(error.value.response.headers["retry-after"]) > 0
+        begun.close()
+        assert waiting.result().choices[0].finish_reason == "length"
+    stream = server.ask([user("Go on.")], stream=True, max_tokens=8000)
+    next(iter(stream))
+    assert list(tmp_path.glob("hf-hybrid-cache-*"))
+    with server.connect("/completions", "Content-Length: 100", body=b"{"):
+        server.wait_for(2)
+        server.process.send_signal(signal.SIGHUP)
+        with pytest.raises(openai.APIError, match="The server is stopping"):
+            list(stream)
+        said = server.end(signal.SIGHUP)
+    assert server.process.returncode == 128 + signal.SIGHUP
     assert "Traceback" not in said
     assert not list(tmp_path.glob("hf-hybrid-cache-*"))
 
@@ -297,18 +271,6 @@ def test_who_only_connects_or_stalls_is_let_go(server: Running):
 
 
 @pytest.mark.slow
-def test_without_memory_for_conversations_the_store_is_asked(model: Path):
-    with serving(model, "--memory", "0", "--max-new-tokens", "3") as server:
-        messages = [user(f"{DOCUMENT}\n\nWho?")]
-        first = server.ask(messages)
-        messages += [{"role": "assistant", "content": first.choices[0].message.content}, user("Where?")]
-        tokens, known = cached(server.ask(messages))
-        assert 1000 < known < tokens - 10
-        server.process.terminate()
-        assert server.process.wait(120) == 0
-
-
-@pytest.mark.slow
 def test_memory_does_not_grow_over_five_hundred_requests(model: Path):
     with serving(model, "--memory", "20MB") as server:
         process, used = psutil.Process(server.process.pid), []
@@ -321,29 +283,48 @@ def test_memory_does_not_grow_over_five_hundred_requests(model: Path):
 
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 # The fields of a request, and a part of the message.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown field": ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out."),
-    "several answers": ({"n": 2}, "'n' is not supported"),
-    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'messages.0.content.0.type' is wrong"),
-    "a role": ({"messages": [{"role": "tool", "content": "x"}]}, "'messages.0.role' is wrong"),
-    "a number": ({"temperature": "hot"}, "'temperature' is wrong"),
-    "a range": ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
-    "a penalty": ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
-    "a long prompt": ({"messages": [user("x" * 9000)]}, "the model's context is 8,192"),
-    "a text longer than all tokens": ({"messages": [user("x" * 99_000)]}, "The prompt has 99,000 characters"),
-    "many messages": ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
-    "another model": ({"model": "gpt"}, "There is no model 'gpt'"),
-}
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_answered_is_refused_by_name(server: Running, what: str):
-    fields, message = REFUSED[what]
-    body = {"messages": [user("Who?")], "max_tokens": 2} | fields
-    for is_streamed in (False, True):
-        reply = server.http.post("/chat/completions", json=body | {"stream": is_streamed})
-        assert reply.status_code == (404 if "model" in fields else 400)
-        assert message in reply.json()["error"]["message"]
+def asking(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "method": "POST",
+        "url": "/chat/completions",
+        "json": {"messages": [user("Who?")], "max_tokens": 2} | fields,
+    }
+
+
+# A request, its status, and a part of the answer.
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    *(
+        (asking(fields), 404 if "model" in fields else 400, message)
+        for fields, message in [
+            ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out."),
+            ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'messages.0.content.0.type' is wrong"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "'messages.0.role' is wrong"),
+            ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
+            ({"presence_penalty": 3, "stream": True}, "presence_penalty must be from -2 to 2"),
+            ({"messages": [user("x" * 9000)], "stream": True}, "the model's context is 8,192"),
+            ({"messages": [user("x" * 99_000)]}, "The prompt has 99,000 characters"),
+            ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
+            ({"model": "gpt"}, "There is no model 'gpt'"),
+        ]
+    ),
+    ({"method": "GET", "url": "/files"}, 404, ""),
+    ({"method": "GET", "url": "/completions"}, 405, ""),
+    ({"method": "POST", "url": "/completions", "content": b" " * MOST_BYTES + b" "}, 413, ""),
+    ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "no_key"),
+    ({"method": "GET", "url": "/models", "headers": {"Host": "rebound.example:8080"}}, 403, "no_key"),
+]
+
+
+def test_what_cannot_be_answered_is_refused_by_name_in_json(server: Running):
+    for request, status, message in REFUSED:
+        reply = server.http.request(**request)
+        assert (reply.status_code, list(reply.json())) == (status, ["error"])
+        assert message in str(reply.json()["error"]), request
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8080", "10.1.2.3"):
+        assert server.http.get("/models", headers={"Host": host}).status_code == 200
+    assert [each.id for each in server.client.models.list()] == [server.model]
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
@@ -387,26 +368,6 @@ def test_any_numbers_are_answered_or_refused(server: Running, numbers: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("request_of", "status", "code"),
-    [
-        ({"method": "GET", "url": "/files"}, 404, None),
-        ({"method": "GET", "url": "/completions"}, 405, None),
-        ({"method": "POST", "url": "/completions", "content": b" " * MOST_BYTES + b" "}, 413, None),
-        ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "no_key"),
-        ({"method": "GET", "url": "/models", "headers": {"Host": "rebound.example:8080"}}, 403, "no_key"),
-    ],
-    ids=["path", "method", "a large body", "a web page, of a server without a key", "another name"],
-)
-def test_requests_of_no_client_get_an_error_in_json(
-    server: Running, request_of: dict[str, Any], status: int, code: str | None
-):
-    reply = server.http.request(**request_of)
-    assert (reply.status_code, list(reply.json())) == (status, ["error"])
-    assert code in (None, reply.json()["error"]["code"])
-    assert [each.id for each in server.client.models.list()] == [server.model]
-
-
-@pytest.mark.parametrize(
     "headers", [[f"Content-Length: {10**12}"], ["Transfer-Encoding: chunked"]], ids=["told", "sent"]
 )
 def test_a_body_beyond_the_limit_is_refused_before_it_has_come(server: Running, headers: list[str]):
@@ -415,13 +376,6 @@ def test_a_body_beyond_the_limit_is_refused_before_it_has_come(server: Running, 
         assert b" 413 " in connection.recv(1000)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8080", "10.1.2.3"])
-def test_a_server_is_asked_by_its_address_and_by_names_of_its_machine(server: Running, host: str):
-    assert server.http.get("/models", headers={"Host": host}).status_code == 200
-
-
-def test_stop_and_penalties_are_those_of_the_request(server: Running):
+def test_penalties_are_those_of_the_request(server: Running):
     free, text = (server.ask("Who signed it", max_tokens=40, **more).choices[0].text for more in ({}, PENALTIES))
     assert len(set(text)) > len(set(free))
-    ended = server.ask("Who signed it", max_tokens=40, stop=[free[5:7], "no such"]).choices[0]
-    assert (ended.text, ended.finish_reason) == (free[: free.index(free[5:7])], "stop")

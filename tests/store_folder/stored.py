@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -135,13 +134,6 @@ def num_found(folder: Folder, tokens: Tokens, *options: Any, **named: Any) -> in
 def all_found(folder: Folder) -> list[int]:
     """Return how many tokens are found of each of the three prompts, with all states."""
     return [num_found(folder, tokens) for tokens in PROMPTS]
-
-
-def random_prompt(random: Random, others: list[Tokens], longest: int = 400) -> Tokens:
-    """A prompt that begins as one of the others, up to somewhere, and goes on."""
-    before = random.choice(others) if others and random.random() < 0.8 else ()
-    length = random.choice((1, 2, 64, random.randint(1, longest)))
-    return before[: random.randint(0, len(before))] + tuple(random.randrange(3) for _ in range(length))
 
 
 def bytes_of_nodes(path: Path) -> int:

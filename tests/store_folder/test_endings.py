@@ -86,28 +86,6 @@ def is_mounted(path: Path, options: str) -> bool:
     return not subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True).returncode
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
-@pytest.mark.parametrize("change", ["fill", "add"])
-def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
-    disk = tmp_path / "disk"
-    if not is_mounted(disk, "size=1m"):
-        pytest.skip("may not mount")
-    try:
-        num_pages, result = 0, False  # no page is no limit
-        while not result:
-            num_pages += 1
-            prepared(disk / "store", change)
-            status = os.statvfs(disk)
-            used = (status.f_blocks - status.f_bfree) * status.f_frsize
-            assert is_mounted(disk, f"remount,size={used + 4096 * num_pages}")
-            result = is_done(change, disk / "store")
-            assert is_mounted(disk, "remount,size=1m")
-            check(disk / "store", change, may_lose=True)  # prompts may make room
-        assert num_pages > (change == "fill")
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a disk")
 def test_folder_when_it_cannot_be_written_then_prompts_are_found(tmp_path: Path):
     if not is_mounted(disk := tmp_path / "disk", "size=1m"):

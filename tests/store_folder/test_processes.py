@@ -37,7 +37,6 @@ from store_folder.stored import (
     nodes_of,
     num_found,
     open_folder,
-    random_prompt,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks of the system, and signals")
@@ -48,10 +47,7 @@ PROMPT: Tokens = tuple(range(200))
 
 def step(user: Folder, random: Random) -> None:
     """Find a prompt, keep one, or remove one, beside others that do the same."""
-    same, prompts = Random(0), list[Tokens]()
-    for _ in range(12):
-        prompts.append(random_prompt(same, prompts))
-    tokens = random.choice(prompts)[: random.randint(1, 500)]
+    tokens = PROMPT[: random.randrange(0, 200, 50)] + (random.randrange(3),) * random.randint(1, 300)
     # A node may be in use, removed by another one, or without room.
     with contextlib.suppress(NodeInUseError, NodeNotFoundError, PrefixStoreFullError):
         if random.random() < 0.4:
