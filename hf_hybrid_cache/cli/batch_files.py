@@ -108,7 +108,7 @@ def by_document(questions: Iterable[Question]) -> list[list[Question]]:
 
 class Left(NamedTuple):
     """
-    What is left to be answered.
+    The questions without an answer, and how many answers are to others or to what has changed.
 
     Attributes:
         questions: without an answer.

@@ -125,11 +125,9 @@ def _pdf_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
             is_xfa = pdf.get_formtype() in (raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND)
             pages: list[str] = []
             room = MOST_TEXT
-            for number in range(len(pdf)):
-                pages.append(_page_text(pdf, number))
+            while len(pages) < len(pdf) and room >= 0:  # what has more is refused
+                pages.append(_page_text(pdf, len(pages)))
                 room -= len(pages[-1])
-                if room < 0:
-                    raise DocumentError(f"{name} has more than {MOST_TEXT:,} characters of text: give parts of it.")
             attached = pdf.count_attachments()
     except pypdfium2.PdfiumError as error:
         if error.err_code != raw.FPDF_ERR_PASSWORD:

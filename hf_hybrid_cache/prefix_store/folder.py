@@ -128,8 +128,6 @@ class Folder:
             # What is gone by now, the next search does not find.
             while (match := self._in_use(self._nodes(), root, ends)) is None:
                 pass
-        for node in match.nodes:
-            node.note_use()
         return match
 
     def nearest(self, identity: bytes, keys: np.ndarray, match: Match) -> np.ndarray:
@@ -162,13 +160,13 @@ class Folder:
         *before, (end, last) = ends.items()
         with contextlib.ExitStack() as stack:
             with self._changing() as nodes:
-                stored = nodes.longest(root, ends)
-                if stored and stored[-1].end == end:
-                    return stored[-1].name
+                with self._in_use(nodes, root, ends) or Match() as stored:
+                    if stored.num_tokens == len(keys):
+                        return stored.nodes[-1].name
                 assert last == len(keys) > start
                 # Another process may have added more than is kept here.
-                match = self._in_use(nodes, root, {digest: count for digest, count in before if count <= start})
-                match = stack.enter_context(match or Match())
+                begun = self._in_use(nodes, root, {digest: count for digest, count in before if count <= start})
+                match = stack.enter_context(begun or Match())
                 if match.num_tokens != start:
                     raise NodeNotFoundError(
                         f"{self.path} has {match.num_tokens:,} tokens of the prompt; new ones cannot begin after "
@@ -260,8 +258,11 @@ class Folder:
         """Return the longest beginning of a prompt with these ends, which is in use now; `None` if it is gone."""
         if not (way := nodes.longest(root, ends)):
             return Match()
-        pin = way[-1].pin(self._lock_seconds)
-        return None if pin is None else Match(way, ends[way[-1].end], pin)
+        if (pin := way[-1].pin(self._lock_seconds)) is None:
+            return None
+        for node in way:
+            node.note_use()
+        return Match(way, ends[way[-1].end], pin)
 
     def _make_room(self, nodes: Nodes, num_bytes: int) -> None:
         """Remove nodes until so many bytes fit; raise `PrefixStoreFullError` if that is not enough."""

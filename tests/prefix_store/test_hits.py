@@ -47,7 +47,7 @@ def test_hit_when_products_are_wide_then_equals_a_cold_read(tmp_path: Path):
     assert hits(tmp_path, model, FORMS["full"], *both) == [0, 1024]
 
 
-def test_prefill_when_fewer_tokens_are_stored_than_wanted_then_reads_and_keeps_nothing(tmp_path: Path):
+def test_prefill_when_less_is_stored_than_wanted_then_reads_nothing(tmp_path: Path):
     model, store = new_llama(), PrefixStore(tmp_path)
     document = random_prompt(1, 150)
     for at_least, stored, num_held in ((1, 0, 0), (0, 0, 150), (151, 150, 0), (150, 150, 199)):

@@ -1,6 +1,7 @@
 """A change of a folder that ends anywhere leaves what was there, whole, and is done or not."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def test_change_when_ended_at_any_line_then_is_done_or_not(error: str, change: s
         except BaseException as failure:
             raise AssertionError(f"ended at {interruption.place}") from failure
         count("changes of a prefix store ended")
+    gc.collect()  # files that wait for it are closed within this module, which lets them
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops processes at calls of the system")
