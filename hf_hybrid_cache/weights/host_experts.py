@@ -123,11 +123,11 @@ def move_experts_to_host(
 
 def _let_stay(modules: Iterable[Any]) -> None:
     """Move all weights of experts to host memory, and keep them there when the model is moved."""
-    weights = [weight for weight in _weights_of(modules) if not isinstance(weight, QuantizedWeight)]
-    # Some are copied there, too, one after the other.
-    num_bytes = max((weight.nbytes for weight in weights if weight.is_cpu), default=0)
-    num_bytes += sum(weight.nbytes for weight in weights if not weight.is_cpu)
-    require_host_bytes(num_bytes, "Experts in host memory need")
+    # One after the other is laid out in rows, which kernels read.
+    transposed = _weights_of(each for each in modules if each.is_transposed)
+    laid_out = [weight.nbytes for weight in transposed if not isinstance(weight, QuantizedWeight)]
+    moved = sum(weight.nbytes for weight in _weights_of(modules) if not weight.is_cpu)
+    require_host_bytes(moved + max(laid_out, default=0), "Experts in host memory need")
     for module in modules:
         for name, weight in module._parameters.items():
             if isinstance(weight, QuantizedWeight):
@@ -135,7 +135,7 @@ def _let_stay(modules: Iterable[Any]) -> None:
             elif weight is not None:
                 numbers = weight.detach().to("cpu")
                 if module.is_transposed and numbers.dim() == 3:
-                    numbers = numbers.mT.contiguous().mT  # kernels read rows
+                    numbers = numbers.mT.contiguous().mT
                 module._parameters[name] = HostWeight(numbers, requires_grad=False)
 
 
