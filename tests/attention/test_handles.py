@@ -266,3 +266,11 @@ def test_result_when_next_layer_attends_then_is_not_overwritten(never_materialis
         results.append(scaled_dot_product_attention(query_of(1), *handles, enable_gqa=True))
         results.append(results[-1].clone())
     assert torch.equal(results[0], results[1])
+
+
+def test_memory_for_many_shapes_of_queries_is_given_back():
+    cache = DynamicHybridCache(CONFIG, cpu_decode=True)
+    cache.update(*states(3, 0), 0)
+    for new in range(1, 17):
+        scaled_dot_product_attention(query_of(new), *cache.update(*states(new, 0), 0), enable_gqa=True)
+    assert len(cache._stores.attention._host._workspaces) <= 8

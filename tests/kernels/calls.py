@@ -127,7 +127,7 @@ def make(
             codes = codes._replace(query_factors=factors)
         if scaling == "matrix":
             axes = np.linalg.qr(normal(num_kv_heads, dims[1], dims[1]))[0]
-            matrix = (axes * generator.uniform(0.3, 3, (num_kv_heads, 1, dims[1]))).astype(np.float32)
+            matrix = (axes * generator.uniform(0.5, 2, (num_kv_heads, 1, dims[1]))).astype(np.float32)
             states[1][:, :, span] = states[1][:, :, span] @ matrix
             codes = codes._replace(rotation_matrix=matrix)
     return Case(query, *states), Stored(full[0], full[1], codes)

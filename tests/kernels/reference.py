@@ -211,8 +211,9 @@ def random_masks(draw: st.DrawFn, case: Case, seed: int, dtype: torch.dtype = to
     shape = (*(size if draw(st.booleans()) else 1 for size in case.query.shape[:3]), case.tokens)
     masks: dict[str, Any] = {"causal": draw(st.booleans())}
     kind = draw(st.sampled_from(["none", "visible", "span", "bias"]))
-    if kind == "span":  # hides whole blocks, often the first tokens, as padding does
-        first, last = draw(st.just(0) | st.integers(0, case.tokens)), draw(st.integers(0, case.tokens))
+    if kind == "span":  # hides whole blocks, often the first tokens, as padding does, or all
+        places = st.integers(0, case.tokens)
+        first, last = draw(st.just(0) | places), draw(st.just(case.tokens) | places)
         masks["visible"] = np.ones(shape, np.uint8)
         masks["visible"][-1, ..., first:last] = 0
     elif kind == "visible":

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 
 import hypothesis.strategies as st
 import pytest
@@ -41,7 +41,7 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@cache
+@lru_cache(maxsize=32)
 def made(
     kind: str, rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0, group: int = STRIP
 ) -> tuple[Matrices, torch.Tensor]:
@@ -115,8 +115,9 @@ def test_products_when_all_is_random_then_are_those_with_the_codes(data: st.Data
     is_exact = draw(st.booleans())
     by_gemm = not is_exact and num_tokens > FINE_TOKENS and uses_gemm(dtype == torch.bfloat16)
     by_torch = not by_gemm and num_tokens > MOST_TOKENS
-    numbers = random_numbers(num_tokens, columns, seed=draw(st.integers(0, 99))) + draw(st.sampled_from([0, 3, -1000]))
-    if dtype != torch.float16:
+    numbers = random_numbers(num_tokens, columns, seed=draw(st.integers(0, 99)))
+    if dtype != torch.float16:  # which would overflow
+        numbers += draw(st.sampled_from([0, 3, -1000]))
         numbers *= draw(st.just(1.0) | st.sampled_from([0.0, 1e-45, 1e-38, 1e-20, 1e28]))
         if draw(st.booleans()):
             far = draw(st.sampled_from([1e4, 1e30, torch.nan, -torch.inf]))
@@ -124,9 +125,11 @@ def test_products_when_all_is_random_then_are_those_with_the_codes(data: st.Data
     errors = None
     if by_gemm and columns % STRIP == 0 and draw(st.booleans()):
         # Multiples of the step in each strip are not rounded.
-        steps = torch.randint(0, 255, (num_tokens, columns // STRIP, STRIP))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        steps = torch.randint(0, 255, (num_tokens, columns // STRIP, STRIP), generator=generator)
         steps[:, :, :2] = torch.tensor([0, 254])
-        numbers, errors = steps.flatten(1) - torch.randint(0, 255, (num_tokens, 1)).float(), torch.zeros(1)
+        zeros = torch.randint(0, 255, (num_tokens, 1), generator=generator)
+        numbers, errors = (steps.flatten(1) - zeros).float(), torch.zeros(1)
     tokens = numbers.to(dtype)
     bias = random_numbers(rows).to(dtype) if draw(st.booleans()) else None
     index = draw(st.integers(0, COUNT - 1))
@@ -146,6 +149,15 @@ def test_products_when_all_is_random_then_are_those_with_the_codes(data: st.Data
     finally:
         set_integer_kernels(None)
     count("products compared with float64")
+
+
+@pytest.mark.skipif(not uses_gemm(False), reason="the processor does not add up four products of 8 bits")
+def test_many_tokens_are_rounded_to_8_bits_unless_products_shall_be_exact(request: pytest.FixtureRequest):
+    (matrices, exact), tokens = made("8 bits", 130, 200), random_numbers(MOST_TOKENS + 1, 200)
+    products = tokens.double() @ exact[0].T
+    assert (matrices.multiply(tokens).double() - products).norm() > 2e-3 * products.norm()
+    request.getfixturevalue("exact_kernels")
+    assert (matrices.multiply(tokens).double() - products).norm() < 1e-5 * products.norm()
 
 
 @pytest.mark.soak
