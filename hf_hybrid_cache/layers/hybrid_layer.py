@@ -509,6 +509,7 @@ class HybridLayer(CacheLayerMixin):
         lent = self._lent
         if lent is None or not lent.is_edited:
             return
+        is_held = lent.is_held
         keys, values = lent.get(0), lent.get(1)
         if keys is None or values is None:
             lost = "keys" if keys is None else "values"
@@ -517,7 +518,8 @@ class HybridLayer(CacheLayerMixin):
                 "layer.set(keys, values) with both."
             )
         self.set(keys, values)
-        if lent.assigned_tokens is None:
+        # Otherwise the next read gives what is stored, which in a quantized layer is no longer what was written.
+        if is_held and lent.assigned_tokens is None:
             lent.forget_edits()
             self._lent = lent
 

@@ -19,7 +19,6 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.layers import HybridLayer, move_tensors_of, tensors_of
 from hf_hybrid_cache.storage import SplitStore
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.host_memory import Limit
@@ -125,22 +124,6 @@ def test_a_copy_asks_only_for_what_it_adds(cache: HybridCache, monkeypatch: pyte
 # What a cache says and does
 
 
-def test_only_full_attention_layers_are_ours(cache: HybridCache):
-    kinds = [type(layer).__name__ for layer in type(cache)(gemma3()).layers]
-    assert kinds == ["DynamicSlidingWindowLayer", "HybridLayer", "DynamicSlidingWindowLayer", "HybridLayer"]
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_layers_of_transformers_note_where_they_are_moved(family: str):
-    cache = DynamicHybridCache(tiny_model(family).config)
-    read(cache, 20, family=family)
-    for layer in (layer for layer in cache.layers if not isinstance(layer, HybridLayer)):
-        move_tensors_of(layer, torch.device("meta"), torch.float64)
-        moved = {(each.device.type, each.dtype) for each in tensors_of(layer) if each.is_floating_point()}
-        assert moved == {("meta", torch.float64)}
-        assert (layer.device.type, getattr(layer, "dtype", torch.float64)) == ("meta", torch.float64)
-
-
 def test_a_cache_tells_of_itself_what_stock_tells(cache: HybridCache):
     stock = DynamicCache(config=CONFIG)
     for ours, theirs in zip(fill(cache), fill(stock), strict=True):
@@ -153,16 +136,6 @@ def test_a_cache_tells_of_itself_what_stock_tells(cache: HybridCache):
     assert cache.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0) == (8, 0)
     cache.activate_past_recording()
     assert cache.get_seq_length() == 5
-
-
-def test_sequences_and_numbers_are_named_as_torch_allows_it(cache: HybridCache):
-    fill(cache, (4, 2, 5, 16))
-    cache.batch_select_indices(torch.tensor([True, False, True, True]))
-    cache.batch_select_indices(torch.tensor([-1, 0]))
-    assert cache.layers[0].keys.shape[0] == 2
-    cache.crop(torch.tensor(-2))
-    assert type(cache.get_seq_length()) is int
-    assert fill(cache).get_seq_length() == 8
 
 
 def test_operations_on_an_empty_cache_do_nothing(cache: HybridCache):

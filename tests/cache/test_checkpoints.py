@@ -21,6 +21,7 @@ from hf_hybrid_cache.layers import tensors_of
 from common.caches import QUANTIZED, group_of_one, stock
 from common.interruptions import Interruption
 from common.modes import generate
+from common.slow import slow_but
 from models.architectures import small_model
 from models.tiny_models import random_prompt, tiny_model
 
@@ -38,6 +39,15 @@ FORGETFUL = [
     "Llama4TextConfig",
     "MistralConfig",
     "NemotronHConfig",
+    "Qwen3NextConfig",
+]
+# One of each kind of layer, alone and with others.
+KINDS = [
+    "DeepseekV4Config",
+    "Gemma3TextConfig",
+    "InklingTextConfig",
+    "JambaConfig",
+    "Llama4TextConfig",
     "Qwen3NextConfig",
 ]
 MakeCache = Callable[[PreTrainedConfig], HybridCache]
@@ -105,7 +115,7 @@ some_caches = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=FORGETFUL)
+@pytest.fixture(scope="module", params=slow_but(KINDS, FORGETFUL))
 def forgetful(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small_model(request.param)
 

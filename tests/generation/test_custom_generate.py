@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
@@ -50,11 +49,8 @@ def padded() -> dict[str, torch.Tensor]:
 
 MODES: dict[str, dict[str, Any]] = {
     "sampled beams": {"num_beams": 2, "do_sample": True},
-    "left padding and beams": {**padded(), "num_beams": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "an assistant": {"assistant_model": tiny_model("llama", seed=1)},
-    "chunks": {"prefill_chunk_size": 64},
-    "stopping criteria": {"stopping_criteria": [MaxLengthCriteria(205)]},
     "a length in all": {"max_new_tokens": None, "max_length": 210},
     "a generation config": {
         "max_new_tokens": None,

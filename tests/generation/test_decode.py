@@ -151,12 +151,10 @@ FULL = torch.OutOfMemoryError("8 GiB are too many.")
     ("refused", "ends_with", "returns"),
     [
         ([(LEAVE, HostMemoryError("no room"))], HostMemoryError, True),
-        ([(RETURN, KeyboardInterrupt())], KeyboardInterrupt, True),
         ([(RETURN, KeyboardInterrupt())] * 2, KeyboardInterrupt, False),
-        ([(LEAVE, KeyboardInterrupt()), (RETURN, FULL)], KeyboardInterrupt, False),
         ([(RETURN, FULL)], None, False),
     ],
-    ids=["no room", "return interrupted", "interrupted twice", "no room after interrupt", "no way back"],
+    ids=["no room", "interrupted twice", "no way back"],
 )
 def test_cache_that_cannot_be_moved_then_stays_together_with_the_model(
     refused: list[tuple[torch.dtype, BaseException]],
@@ -203,7 +201,7 @@ def test_ended_at_any_line_model_and_cache_are_together(decoder: DecodeOnCPU):
         return fault
 
     lines, chosen = range(trial().lines), random.Random(0)
-    for at_line in chosen.sample(lines, min(len(lines), budget(4))):
+    for at_line in chosen.sample(lines, min(len(lines), budget(2))):
         trial(chosen.choice([KeyboardInterrupt, RuntimeError]), at_line)
 
 

@@ -49,7 +49,7 @@ def expected(dtype: torch.dtype, num_tokens: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("num_tokens", "dtype", "cache"),
     [
-        (SHORT, torch.float32, "offloaded_partly"),
+        slow(SHORT, torch.float32, "offloaded_partly"),
         (SHORT, torch.float32, "default"),
         slow(SHORT, torch.float32, "dynamic"),
         slow(SHORT, torch.bfloat16, "offloaded_partly"),

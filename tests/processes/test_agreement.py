@@ -3,7 +3,6 @@
 import pytest
 from torch import distributed
 
-from hf_hybrid_cache import OutOfStepError
 from hf_hybrid_cache.processes import Agreement, Peers
 
 from .groups import NEEDS_GROUPS, Group
@@ -49,23 +48,3 @@ def test_a_failure_is_told_once_and_nobody_is_left_waiting(failing_rank: int, pl
     expected = [f"rank {failing_rank} failed"] * 2
     expected[failing_rank] = "own"
     assert group.call(outcomes, failing_rank, place) == [[each, "done"] for each in expected]
-
-
-def told() -> list[int]:
-    agreement, rank = agreement_of_all(), distributed.get_rank()
-    assert agreement.same(lambda: "same", len) == "same"
-    with pytest.raises(OutOfStepError, match=r"have different prompts, tokens or codes \(0 and 1 of 2\)"):
-        agreement.same(lambda: rank, int)
-    return agreement.numbers(lambda: rank + 5, int)[1]
-
-
-def test_numbers_are_told_to_all_and_compared(group: Group):
-    assert group.call(told) == [[5, 6]] * 2
-
-
-def test_a_single_process_agrees_with_itself():
-    agreement = Agreement(None, lambda rank: FailedError())
-    assert agreement.numbers(lambda: "result", len) == ("result", [6])
-    assert list(agreement.in_turns([1, 2])) == [1, 2]
-    with pytest.raises(ZeroDivisionError):
-        agreement.together(lambda: 1 // 0)

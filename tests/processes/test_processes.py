@@ -22,6 +22,7 @@ from hf_hybrid_cache.kernels import compile_in_background
 
 from common.caches import CACHES, QUANTIZED, stock
 from common.programs import command, environment, run_program
+from common.slow import slow_but
 from common.soak import budget, count
 from models.tiny_models import random_prompt, tiny_model
 
@@ -48,7 +49,7 @@ def make(name: str) -> Cache:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ALL_CACHES)
+@pytest.mark.parametrize("name", slow_but(["default", "offloaded_partly", "split_in_three", "quantized_8"], ALL_CACHES))
 def test_threads_with_a_cache_each_get_the_tokens_they_get_alone(name: str):
     seeds = range(1 + budget(1))
     alone = [generate(make(name), seed) for seed in seeds]

@@ -1,7 +1,6 @@
 """Memory of growing buffers. That they hold what was written in any order tells `test_stores.py`, of all kinds."""
 
 import mmap
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from hf_hybrid_cache.kernels import BLOCK, value_width
 from hf_hybrid_cache.storage.memory.buffer_memory import DeviceMemory, HostMemory
 from hf_hybrid_cache.storage.memory.growth import GRANULE, grown_capacity
 from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
@@ -53,22 +51,6 @@ def test_selected_sequences_when_moved_in_pieces_are_those_of_index_select(
     filled(buffer, states).write(buffer.capacity, states[:, :, :0])  # nothing, where there is no room
     selected = buffer.select(torch.tensor(indices), buffer.capacity)
     assert torch.equal(selected.read_range(0, buffer.capacity), states[indices])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_block_is_what_the_kernels_read_to_the_bit(dtype: torch.dtype):
-    states = random_states(100, (1, 1, 20)).to(dtype)
-    keys, values = (
-        filled(BlockBuffer((1, 1, 20), dtype, HostMemory(), transposed), states).held.array
-        for transposed in (True, False)
-    )
-    assert GRANULE == BLOCK
-    assert keys.shape[1:] == (1, 20, BLOCK)
-    assert values.shape[1:] == (1, BLOCK, value_width(20))
-    seen_keys, seen_values = (torch.from_numpy(each.copy()).view(dtype) for each in (keys, values))
-    assert torch.equal(seen_keys[1, 0, :, 5], states[0, 0, BLOCK + 5])
-    assert torch.equal(seen_values[0, 0, :, :20], states[0, 0, :BLOCK])
-    assert not seen_values[:, :, :, 20:].any()
 
 
 def _huge_kib() -> int:
@@ -130,17 +112,6 @@ def test_host_memory_grows_under_a_view_that_outlives_its_buffer():
     assert (first == 1).all()
 
 
-def test_reserved_room_takes_no_memory():
-    wait_for_compilation()
-    process = psutil.Process()
-    before = process.memory_info().rss
-    buffer = TokenBuffer((1, 8, 64), torch.bfloat16, HostMemory(2**27, in_rows=False))
-    filled(buffer, torch.zeros(1, 8, 64, 64, dtype=torch.bfloat16))
-    assert buffer.capacity == 2**27
-    assert buffer.num_bytes == 64 * 8 * 64 * 2
-    assert process.memory_info().rss - before < 64 * 2**20
-
-
 def test_expected_tokens_are_allocated_at_once():
     buffer = TokenBuffer(SHAPE, torch.float32, DeviceMemory(torch.device("cpu"), 5000))
     assert buffer.num_bytes == 0
@@ -156,20 +127,3 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
     extra = grown_capacity(num_tokens) - num_tokens
     assert 256 <= extra <= 4096 + GRANULE
     assert grown_capacity(num_tokens) % GRANULE == 0
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files are mapped over reserved memory on Linux only")
-@pytest.mark.parametrize("expected_tokens", [0, BLOCK, 100 * BLOCK])
-def test_what_is_mapped_from_a_file_stays_where_it_is_when_tokens_follow(tmp_path: Path, expected_tokens: int):
-    saved, buffer = (BlockBuffer(SHAPE, torch.float32, HostMemory(expected_tokens), True) for _ in range(2))
-    tokens, path = 4 * BLOCK, tmp_path / "rows"
-    states = random_states(tokens + 1)
-    filled(saved, states[:, :, :tokens])
-    path.write_bytes(saved.stored_rows(tokens).numpy().tobytes())
-    with path.open("rb") as file:
-        assert buffer.map_file(file.fileno(), 0, tokens)
-    place = buffer.stored_rows(1).data_ptr()
-    buffer.ensure(tokens + 1, keep=tokens)
-    buffer.write(tokens, states[:, :, tokens:])
-    assert buffer.stored_rows(1).data_ptr() == place
-    assert torch.equal(buffer.read_range(0, tokens + 1), states)

@@ -73,11 +73,3 @@ def test_cpu_fraction_when_no_room_to_stream_then_is_one_until_reset():
     assert stats.decisions[-1] == (TOKENS, "cpu_decode", 1, "the device has no memory for tokens that are streamed")
     fraction.reset()
     assert fraction.fraction == 0.5
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
-@pytest.mark.parametrize("blocks", [0, 1, 63, 1000])
-def test_cpu_fraction_when_applied_then_is_of_whole_blocks(fraction: float, blocks: int):
-    taken = CpuFraction(fraction, False, CacheStats()).blocks(blocks)
-    assert isinstance(taken, int)
-    assert taken <= fraction * blocks < taken + 1

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_hybrid_cache import HostMemoryError, HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
+from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
 from hf_hybrid_cache.attention.host_attention import HostAttention
 from hf_hybrid_cache.attention.queries import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage import Pair, Resident, Scratch, SplitStore, Store
-from hf_hybrid_cache.storage.memory import host_memory
-from hf_hybrid_cache.storage.memory.host_memory import Limit
 from hf_hybrid_cache.storage.runs.streamed import Slot
 
 from common.lazy_streams import Job, LazyStreams, copy_late
@@ -170,24 +168,3 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
     decision = store._stats.decisions[-1]
     assert (decision.option, decision.value) == ("device_tokens", store.split.device_tokens)
     assert all(map(torch.equal, store.read(), (keys, values)))
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "refuse", "error"),
-    [
-        (host_memory, "tightest_limit", lambda: Limit(0, ""), HostMemoryError),
-        (Resident, "reserve", no_room_on_the_device, torch.OutOfMemoryError),
-    ],
-    ids=["host", "device"],
-)
-def test_store_when_either_place_has_no_room_then_is_as_it_was(
-    place: object, name: str, refuse: object, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-):
-    store = store_of(128)  # the fewest there can be
-    store.add(*states(100))
-    with monkeypatch.context() as patch:
-        patch.setattr(place, name, refuse)
-        with pytest.raises(error):
-            store.add(*states(5000, seed=1))
-    assert (store.is_intact, store.num_tokens, store.middle.num_tokens) == (True, 100, 0)
-    assert all(map(torch.equal, store.read(), states(100)))
