@@ -11,16 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hybrid_cache import PrefixStore
-from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
-from hf_hybrid_cache.documents import Documents
-from hf_hybrid_cache.prefix_store import StoredPrompt
+from hf_hybrid_cache.chat import AnswerSettings, PromptError
 
 from chat.talks import (
     CACHES,
     LONG,
     QUESTIONS,
-    REPORT,
     SETTINGS,
     before_each_pass,
     chat_of,
@@ -29,26 +25,20 @@ from chat.talks import (
     prompt_of,
     said,
 )
-from chat.talks import tokenizer_of_tests as tokenizer
 
-# With windows, and with recurrent layers, a cache cannot be cropped.
-OTHER_FAMILIES = ("gemma3", "mistral_sliding", "qwen3_next")
 TESTS = Path(__file__).parents[1]
-every_cache = pytest.mark.parametrize("cache", CACHES)
 
 
-@pytest.mark.default("values")
-@pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
-@every_cache
-def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
-    def talk(*steps: str, documents: Documents | tuple[()] = REPORT) -> list[list[int]]:
-        chat, answers = chat_of(model_of(family), documents, **CACHES[cache]), []
+# In full precision test_histories.py compares any history with transformers' answers.
+@pytest.mark.parametrize(("cache", "family"), [("4 bits", "llama"), ("8 bits", "qwen3_next")])
+def test_what_is_taken_back_leaves_no_trace_in_few_bits(cache: str, family: str):
+    def talk(*steps: str) -> list[list[int]]:
+        chat, answers = chat_of(model_of(family), **CACHES[cache]), []
         for step in steps:
             if step == "undo":
                 chat.undo()
             elif step == "forget":
                 chat.forget()
-                assert not chat.turns
             elif step == "all":
                 list(chat.ask_all(QUESTIONS, at_once=2))
             else:
@@ -57,21 +47,17 @@ def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
 
     one, two, three = QUESTIONS
     plain = talk(one, two)
-    assert talk(one, three, "undo", two)[-1] == plain[-1]
     assert talk(three, two, "undo", "undo", "all", one, "all", two, "forget", one)[-3:] == [*plain, plain[0]]
-    alone = talk(one, "forget", one, documents=())
-    assert alone[0] == alone[1]
 
 
 # Several at once
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "4 bits"])
-def test_questions_at_once_when_memory_ends_then_are_halved(cache: str):
+def test_questions_at_once_when_memory_ends_then_are_halved():
     remarks: list[str] = []
     questions = [f"Was it number {number}?" for number in range(1, 10)]  # without padding codes are equal, too
-    expected = [answer.token_ids for answer in chat_of(**CACHES[cache]).ask_all(questions)]
-    chat, passes = chat_of(remark=remarks.append, **CACHES[cache]), []
+    expected = [answer.token_ids for answer in chat_of(bits=4).ask_all(questions)]
+    chat, passes = chat_of(remark=remarks.append, bits=4), []
 
     def refuse(_: int, sequences: int) -> None:
         passes.append(sequences)
@@ -102,10 +88,9 @@ def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
 # Ends
 
 
-@pytest.mark.parametrize("cache", ["stock", "dynamic"])
-def test_an_answer_that_ctrl_c_ends_stays_and_the_conversation_goes_on(cache: str):
+def test_an_answer_that_ctrl_c_ends_stays_and_the_conversation_goes_on():
     model = model_of()
-    chat = chat_of(model, settings=replace(SETTINGS, max_new_tokens=3000), **CACHES[cache])
+    chat = chat_of(model, settings=replace(SETTINGS, max_new_tokens=3000))
     with closing(chat.ask("Why not?")) as pieces:
         next(pieces)
         threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT)).start()
@@ -130,10 +115,9 @@ def test_an_answer_that_is_open_at_the_end_of_the_program_ends_with_it():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("cache", ["stock", "dynamic"])
-def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
+def test_ctrl_c_while_a_document_is_read_keeps_what_was_read():
     expected = said(chat_of(documents=LONG), "Who?")
-    chat = chat_of(documents=LONG, **CACHES[cache])
+    chat = chat_of(documents=LONG)
     press = before_each_pass(model_of(), lambda number, _: number == 1 and signal.raise_signal(signal.SIGINT))
     with press, pytest.raises(KeyboardInterrupt):
         chat.read()
@@ -157,7 +141,7 @@ def test_a_full_context_ends_answers_and_refuses_questions_and_messages():
 
 
 def test_penalties_count_what_the_answer_has_and_not_the_prompt():
-    settings = replace(SETTINGS, max_new_tokens=20, presence_penalty=0.1, frequency_penalty=0.05)
+    settings = replace(SETTINGS, max_new_tokens=20, presence_penalty=1.5, frequency_penalty=0.5)
     chat, model = chat_of(settings=settings), model_of()
     answer = said(chat, "Who?")
     prompt, expected = chat.token_ids[: -len(answer)], list[int]()
@@ -165,7 +149,7 @@ def test_penalties_count_what_the_answer_has_and_not_the_prompt():
         for _ in answer:
             logits = model(torch.tensor([prompt + expected])).logits[0, -1]
             for token in set(expected):
-                logits[token] -= 0.1 + 0.05 * expected.count(token)
+                logits[token] -= 1.5 + 0.5 * expected.count(token)
             expected.append(int(logits.argmax()))
     assert answer == expected
 
@@ -184,44 +168,3 @@ def test_texts_that_end_an_answer_are_never_shown():
         assert "".join(chat.ask("Who?")) == text[: text.index(stop)]
         assert chat.last.text == text[: text.index(stop)].strip()
         assert chat.last.finish_reason == "stop"
-
-
-# Going on
-
-
-@pytest.mark.default("values")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-@pytest.mark.parametrize("cache", [name for name in CACHES if name != "stock"])
-def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, family: str, tmp_path: Path):
-    model, store = model_of(family), PrefixStore(tmp_path)
-    form = CACHES[cache]
-    whole = chat_of(model, system="Be brief.", store=store, details={"model": "tiny"}, **form)
-    said(whole, QUESTIONS[0])
-    (stored,) = (each for each in store.prompts() if each.is_conversation)
-    assert stored.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": form.get("bits")}.items()
-    resumed = Chat.resume(model, tokenizer(), store, settings=SETTINGS, progress=False)
-    assert (resumed.turns, resumed.system, resumed.token_ids) == (whole.turns, "Be brief.", whole.token_ids)
-    assert said(resumed, QUESTIONS[1]) == said(whole, QUESTIONS[1])
-    assert (resumed.undo(), resumed.undo(), resumed.undo()) == (*QUESTIONS[1::-1], None)
-    assert resumed.token_ids == resumed.document.token_ids
-
-
-def test_what_was_taken_back_is_not_kept(tmp_path: Path):
-    store = PrefixStore(tmp_path)
-
-    def kept() -> list[StoredPrompt]:
-        return [each for each in store.prompts() if each.is_conversation]
-
-    chat = chat_of(store=store)
-    for question in QUESTIONS[:2]:
-        said(chat, question)
-    chat.undo()
-    chat.keep()
-    assert [each.token_ids.tolist() for each in kept()] == [chat.token_ids]
-    chat.forget()
-    chat.keep()
-    assert (len(store.prompts()), kept()) == (1, [])
-    with pytest.raises(ValueError, match="has no conversation: begin one with"):
-        Chat.resume(model_of(), tokenizer(), store)
-    said(chat, QUESTIONS[2])
-    assert [each.title for each in kept()] == [f"report.txt: {QUESTIONS[2]}"]

@@ -1,7 +1,6 @@
 """The tokens of prompts: documents are cut so that all fits, and chat templates of every kind."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from hf_hybrid_cache.documents import Document, Documents
 from chat.talks import (
     QUESTIONS,
     REPORT,
-    SETTINGS,
     TEXT,
     chat_of,
     generated,
     model_of,
     prompt_of,
+    prompt_tokens,
     said,
     tokenizer_of_tests,
 )
@@ -112,14 +111,13 @@ def test_a_very_long_document_is_tokenized_only_as_far_as_it_can_fit():
     assert prompt.tokens == pytest.approx(len(tokenizer(long[:100_000])["input_ids"]) * len(long) / 100_000, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["none", "system left out", "system refused"])
-def test_system_messages_without_a_place_are_refused(kind: str):
-    left_out = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
-    tokenizer = templates(
-        {"none": None, "system left out": left_out}.get(
-            kind, REFUSING.replace("CONDITION", "messages[0]['role'] == 'system'")
-        )
-    )
+LEFT_OUT = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
+REFUSED = REFUSING.replace("CONDITION", "messages[0]['role'] == 'system'")
+
+
+@pytest.mark.parametrize("template", [None, LEFT_OUT, REFUSED], ids=["none", "left out", "refused"])
+def test_system_messages_without_a_place_are_refused(template: str | None):
+    tokenizer = templates(template)
     with pytest.raises(PromptError, match=r"no chat template with a system message|refuses a system message.*Not here"):
         chat_of(tokenizer=tokenizer, system="Be brief.")
     chat = chat_of(tokenizer=tokenizer)
@@ -129,18 +127,15 @@ def test_system_messages_without_a_place_are_refused(kind: str):
     assert (chat.system, chat.token_ids) == (None, before)
 
 
-def test_templates_that_refuse_answers_have_one_question():
+def test_templates_that_refuse_answers_or_change_questions_are_told():
     chat = chat_of(tokenizer=templates(REFUSING.replace("CONDITION", "messages | length > 1")))
     first = said(chat, "Who?")
     with pytest.raises(PromptError, match=r"refuses this conversation \(Not here\)"):
         chat.ask("Why?")
     chat.undo()
     assert said(chat, "Who?") == first
-
-
-def test_templates_that_change_questions_are_refused():
     with pytest.raises(PromptError, match="changes the question, so it cannot follow a document"):
-        chat_of(tokenizer=templates("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"))
+        chat_of(tokenizer=templates(LEFT_OUT.replace("}}", "| upper }}")))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +157,7 @@ def test_any_template_has_answers_of_generate(has_document: bool, template: str 
     assert text.strip() in prompts[0]
     if template is None:
         assert prompts[0] == f"{text}\nAnswer:"
-    undone = chat.undo(), chat.undo()
-    assert undone == (QUESTIONS[1], f"  {QUESTIONS[0]}\n")
-    answers = list(chat.ask_all(QUESTIONS, at_once=3, settings=replace(SETTINGS, max_new_tokens=5)))
-    assert answers[0].token_ids == said(chat, QUESTIONS[0])[:5]
+    assert (chat.undo(), chat.undo()) == (QUESTIONS[1], f"  {QUESTIONS[0]}\n")
 
 
 @search_at_random(40)
@@ -174,22 +166,15 @@ def test_any_template_has_answers_of_generate(has_document: bool, template: str 
 def test_special_tokens_come_from_the_template_alone(strips: bool, texts: list[str]):
     tokenizer = merging_tokenizer()
     tokenizer.add_special_tokens({"pad_token": AddedToken("<|pad|>", lstrip=strips, rstrip=strips, special=True)})
-    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     messages = [(("user", "assistant")[index % 2], text) for index, text in enumerate(texts)]
-    expected = []
-    for role, text in [*messages, ("assistant", "")]:
-        text = tokenizer(f"{role}\n{text}", split_special_tokens=True)["input_ids"]
-        expected += [begin, *text, end, *tokenizer("\n")["input_ids"]]
     template = ChatTemplate(tokenizer)
     token_ids, shared = template.request(messages)
-    assert token_ids == expected[:-2]
+    assert token_ids == prompt_tokens(messages, tokenizer)
     assert tokenizer.decode(token_ids[:shared]) in tokenizer.decode(token_ids)
     # A document is tokenized up to its end, and what follows by itself.
     document = template.start(texts[0])
     asked = template.conversation(["Who?"], document)
-    after = tokenizer(f"user\n{texts[0].strip()}", split_special_tokens=True)["input_ids"]
-    assert document == [begin, *after]
-    assert asked[len(document) :] == [
-        *tokenizer("\n\nWho?")["input_ids"], end, *tokenizer("\n")["input_ids"], begin,
-        *tokenizer("assistant\n")["input_ids"],
-    ]  # fmt: skip
+    after_question = prompt_tokens([("user", "")], tokenizer)[len(tokenizer("user\n")["input_ids"]) + 1 :]
+    whole = prompt_tokens([("user", texts[0].strip())], tokenizer)
+    assert document == whole[: -len(after_question)]
+    assert asked[len(document) :] == tokenizer("\n\nWho?")["input_ids"] + after_question

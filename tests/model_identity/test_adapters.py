@@ -31,7 +31,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another": lambda model: model.set_adapter("french"),
     "both": use_both,
     "none": lambda model: model.base_model.disable_adapter_layers(),
-    "scaled": lambda model: first_layer(model).set_scale("german", 3.0),
     "merged": lambda model: model.merge_adapter(),
     "trained": lambda model: first_layer(model).lora_B["german"].weight[0, 0].add_(1),
     "merged and unloaded": lambda model: model.merge_and_unload(),

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from accelerate import cpu_offload
+from hypothesis import given
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -19,6 +21,7 @@ from xxhash import xxh3_128_digest
 from hf_hybrid_cache import (
     DynamicHybridCache,
     HybridCache,
+    KVCodec,
     QuantizedHybridCache,
     QuantizedWeightsConfig,
     minmax,
@@ -27,11 +30,11 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
-from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of
 from hf_hybrid_cache.model_identity.weights import tensor_digests
 
 from common.channel_scaled import channel_scaled
-from common.programs import run_program
+from common.soak import search_at_random
 from model_identity.models import differing, identity, new_llama
 from models.expert_models import expert_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -53,8 +56,9 @@ def up(model: Any, layer: int = 0) -> torch.Tensor:
     return model.model.layers[layer].mlp.up_proj.weight
 
 
-def flip_a_bit(model: Any) -> None:
-    up(model).view(torch.int32)[5, 7].bitwise_xor_(1)
+def flip_a_bit(tensor: torch.Tensor, at: int = 0) -> None:
+    """Change the lowest bit of a number, or the only one of a boolean."""
+    tensor.view(torch.uint8).view(-1)[at * tensor.itemsize].bitwise_xor_(1)
 
 
 def set_config(name: str, value: Any) -> Callable[[Any], Any]:
@@ -75,15 +79,10 @@ def changed(model: PreTrainedModel, change: Callable[[Any], Any]) -> PreTrainedM
 
 # Fields that differ after a change of a model, or of another one.
 CHANGES: list[tuple[set[str], Callable[[Any], Any]]] = [
-    (set(), set_config("_name_or_path", "another")),
     (set(), set_config("use_cache", False)),
     ({"dtype", "weights"}, lambda model: model.to(torch.bfloat16)),
-    ({"weights"}, flip_a_bit),
     ({"weights"}, lambda model: torch.utils.swap_tensors(up(model, 0), up(model, 1))),
-    ({"weights"}, lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach() + 1))),
-    ({"weights"}, lambda model: model.model.embed_tokens.weight.data[-1].mul_(2)),
     ({"weights"}, lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0))),
-    ({"weights"}, lambda model: model.model.rotary_emb.inv_freq[1].mul_(1.5)),
     ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict(), assign=True)),
     ({"config"}, set_config("rms_norm_eps", 1e-5)),
     ({"attention"}, lambda model: model.set_attn_implementation("eager")),
@@ -91,7 +90,6 @@ CHANGES: list[tuple[set[str], Callable[[Any], Any]]] = [
     ({"modules"}, lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU().eval())),
     ({"config", "weights"}, turned(rope_theta=20_000.0)),
     ({"config", "weights", "modules"}, turned(rope_type="linear", factor=2.0)),
-    ({"config", "weights", "modules"}, turned(rope_type="yarn", factor=2.0)),
 ]
 
 
@@ -102,6 +100,16 @@ def test_a_changed_model_differs_where_states_depend_on_it(fields: set[str], cha
     model = changed(model, change)
     assert differing(identity(model), before) == fields
     assert identity(copy.deepcopy(model)) == identity(model)
+
+
+@search_at_random(15)
+@given(data=st.data())
+def test_identity_when_any_bit_of_a_tensor_changes_then_differs_in_weights(data: st.DataObject):
+    model = new_llama()
+    before, tensors = identity(model), [*model.parameters(), *model.buffers()]
+    tensor = data.draw(st.sampled_from(tensors)).data
+    flip_a_bit(tensor, data.draw(st.integers(0, tensor.numel() - 1)))
+    assert differing(identity(model), before) == {"weights"}
 
 
 def test_autocast_counts_as_a_dtype():
@@ -119,12 +127,8 @@ SWITCHES: list[tuple[Callable[[Any], object], Any, Any]] = [
     (torch.set_num_threads, 3, torch.get_num_threads()),
     (torch.use_deterministic_algorithms, True, False),
     (torch.backends.cuda.enable_flash_sdp, False, True),
-    (torch.backends.cuda.enable_math_sdp, False, True),
     (partial(setattr, torch.backends.cuda.matmul, "allow_tf32"), True, False),
-    (partial(setattr, torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"), False, True),
-    (partial(setattr, torch.backends.cudnn, "allow_tf32"), False, True),
     (partial(setattr, torch.backends.cudnn, "benchmark"), True, False),
-    (lambda enabled: torch.backends.mkldnn.set_flags(enabled), False, True),
     (partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "none"),
     (set_integer_kernels, False, None),
 ]
@@ -152,7 +156,11 @@ def test_identity_on_another_thread_or_without_gradients_is_the_same():
 
 # --- caches
 
-SCALED = channel_scaled(minmax(4), 2, 16, 16, seed=0)
+
+def scaled(seed: int) -> KVCodec:
+    return channel_scaled(minmax(4), 2, 16, 16, seed=seed)
+
+
 FORMS: dict[str, Callable[[Any], HybridCache]] = {
     "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
     "4 bits": QuantizedHybridCache,
@@ -160,8 +168,7 @@ FORMS: dict[str, Callable[[Any], HybridCache]] = {
     "one layer": lambda config: QuantizedHybridCache(config, bits={1: 4}),
     "no sinks": lambda config: HybridCache(config, codec=minmax(4, sink_tokens=0)),
     "rotated": lambda config: HybridCache(config, codec=minmax(4, rotate=True)),
-    "scaled": lambda config: HybridCache(config, codec=SCALED),
-    "scaled otherwise": lambda config: HybridCache(config, codec=channel_scaled(minmax(4), 2, 16, 16, seed=1)),
+    **{f"scaled {seed}": lambda config, seed=seed: HybridCache(config, codec=scaled(seed)) for seed in (0, 1)},
 }
 
 
@@ -185,17 +192,6 @@ def test_a_cache_that_has_chosen_its_codecs_has_the_same_identity():
     assert identity_of(model, cache) == before
 
 
-def test_a_model_with_longrope_is_the_same_after_a_long_text():
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 256, "factor": 2.0}
-    model = new_llama(rope_parameters={**rotation, **factors})
-    before = identity(model)
-    with torch.no_grad():
-        model(random_prompt(1, 300))
-    assert identity(model) == before
-    assert (longest_text(model), longest_text(new_llama())) == (256, None)
-
-
 def test_what_is_no_model_or_no_cache_of_ours_is_refused():
     model = new_llama()
     with pytest.raises(TypeError, match="Linear"):
@@ -207,15 +203,6 @@ def test_what_is_no_model_or_no_cache_of_ours_is_refused():
 # --- weights
 
 
-def test_weights_made_in_inference_mode_count_as_any_others():
-    with torch.inference_mode():
-        model = new_llama()
-        before = identity(model)
-        flip_a_bit(model)
-        assert differing(identity(model), before) == {"weights"}
-    assert before == identity(new_llama())
-
-
 def test_tied_weights_count_once_and_differ_from_equal_ones():
     tied, equal = new_llama(tie_word_embeddings=True), new_llama()
     equal.load_state_dict(tied.state_dict())
@@ -225,14 +212,19 @@ def test_tied_weights_count_once_and_differ_from_equal_ones():
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((), torch.float32), ((0, 3), torch.bool), ((1500, 2, 701), torch.bfloat16), ((2, 300_000), torch.float8_e4m3fn)],
+    [((), torch.float32), ((0, 3), torch.bool), ((1500, 2, 701), torch.bfloat16), ((2, 300_000), torch.complex64)],
 )
 def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype):
     size = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor = data.view(dtype).view(shape)
-    views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor.expand(2, *shape)]
-    copies = [view.contiguous().flatten().view(torch.uint8).numpy() for view in views]
+    views = [
+        tensor,
+        tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2),
+        tensor.expand(2, *shape),
+        tensor.conj(),
+    ]
+    copies = [view.contiguous().resolve_conj().flatten().view(torch.uint8).numpy() for view in views]
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -241,42 +233,19 @@ def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dty
         torch.set_num_threads(before)
 
 
-def test_the_digest_of_a_conjugate_is_that_of_its_numbers():
-    tensor = torch.complex(torch.ones(3), torch.arange(1.0, 4.0))
-    views = [tensor, tensor.conj(), tensor.conj()[::2], tensor.conj().imag]
-    digests = tensor_digests(views)
-    assert digests == tensor_digests([view.clone().resolve_conj().resolve_neg() for view in views])
-    assert digests[0] != digests[1]
-
-
-@pytest.mark.slow
-def test_a_model_that_another_process_loads_has_the_same_identity(tmp_path: Path):
-    model = new_llama()
-    model.save_pretrained(tmp_path)
-    run_program(
-        f"import torch; torch.set_num_threads({torch.get_num_threads()}); from model_identity.models import *; "
-        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval(); "
-        f"there = Identity.from_json({identity(model).to_json()!r}); "
-        "assert identity(model).differences(there) == []"
-    )
-
-
-def test_quantized_weights_are_the_same_if_loaded_or_made(tmp_path: Path):
-    model = new_llama()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(4)).eval()
-    plain = identity(model)
-    quantize_weights(model, 4)
-    assert differing(identity(model), plain) == {"weights"}
-    assert differing(identity(loaded), identity(model)) == set()
-
-
-def test_quantized_weights_of_other_codes_differ():
+def test_quantized_weights_are_the_same_if_loaded_or_made_and_differ_in_any_code(tmp_path: Path):
     models = [new_llama() for _ in range(4)]
+    models[0].save_pretrained(tmp_path)
+    config = QuantizedWeightsConfig(4)
+    models.append(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval())
+    plain = identity(models[0])
     models[1].lm_head.weight.data[3, 4] *= -1
-    for model, bits, group_size in zip(models, (4, 4, 8, 4), (32, 32, 32, 64), strict=True):
+    for model, bits, group_size in zip(models[:4], (4, 4, 8, 4), (32, 32, 32, 64), strict=True):
         quantize_weights(model, bits, group_size)
-    assert len({identity(model).fields["weights"] for model in models}) == 4
+    *made, loaded = map(identity, models)
+    assert differing(made[0], plain) == {"weights"}
+    assert loaded == made[0]
+    assert len({each.fields["weights"] for each in made}) == 4
 
 
 @pytest.mark.parametrize(("family", "bits"), [("mixtral", None), ("qwen3_moe", 4)])

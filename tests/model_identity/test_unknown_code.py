@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -20,44 +19,16 @@ from hf_hybrid_cache.model_identity import ModelIdentityError
 from model_identity.models import adapted, differing, identity, new_llama
 from models.tiny_models import random_prompt
 
-STRENGTH = 2.0
-BY_NAME = {"strength": 2.0}
-# Where a program keeps what an identity does not see.
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "a private tensor": lambda module: module._tensor,
-    "a private number": lambda module: module._number.real,
-    "a set": lambda module: sum(module.set),
-    "an array": lambda module: float(module.array[0]),
-    "an attribute of the class": lambda module: module.of_class,
-    "a global number": lambda _: STRENGTH,
-    "a global dict": lambda _: BY_NAME["strength"],
-    "a function of another file": lambda _: random_prompt(1, 1)[0, 0],
-}
-
 
 class Steering(nn.Module):
     """Change what a module returns."""
 
-    of_class = torch.ones(1)
-
-    def __init__(self, module: nn.Module, way: str):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        self.module, self.way = module, way
-        self._tensor, self._number, self.set, self.array = torch.ones(1), complex(2), {2.0}, np.ones(1)
+        self.module = module
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.module(states) * WAYS[self.way](self)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_prompt_when_a_module_is_a_users_own_then_needs_a_name_to_be_kept(way: str, tmp_path: Path):
-    model: Any = new_llama()
-    model.model.layers[0].mlp = Steering(model.model.layers[0].mlp, way).eval()
-    with pytest.raises(
-        PrefixStoreError, match=r"model\.layers\.0\.mlp is a .*\.Steering.*PrefixStore\(path, identity="
-    ):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
-    assert PrefixStore(tmp_path).prompts() == []
+        return 2 * self.module(states)
 
 
 def steer(*values: Any) -> Any:
@@ -72,6 +43,10 @@ def having(name: str, value: Any) -> Callable[[Any], object]:
     return lambda model: setattr(mlp(model), name, value)
 
 
+def steered(model: Any) -> None:
+    model.model.layers[0].mlp = Steering(mlp(model)).eval()
+
+
 # What is told, and how a program does it.
 CHANGES: list[tuple[str, Callable[[Any], object]]] = [
     (r"model\.layers\.0\.mlp has a forward hook", lambda model: mlp(model).register_forward_hook(steer)),
@@ -81,6 +56,7 @@ CHANGES: list[tuple[str, Callable[[Any], object]]] = [
     ("has a _compiled_call_impl of its own", lambda model: mlp(model).compile()),
     (r"steps of model\.layers\.0\.mlp is of model_identity", having("steps", functools.partial(steer))),
     (r"q_proj is a peft\.", lambda model: adapted().base_model.model),
+    (r"model\.layers\.0\.mlp is a .*\.Steering", steered),
     ("the model is a transformers_modules", lambda model: setattr(model, "__class__", remote(type(model)))),
 ]
 
@@ -122,14 +98,14 @@ def test_model_when_nobody_else_changed_it_then_needs_no_name():
 
 def test_store_when_named_then_uses_states_of_that_name_alone(tmp_path: Path):
     model, prompt = new_llama(), random_prompt(1, 300)
-    mlp(model).register_forward_hook(steer)
+    steered(model)
 
     def found(name: str | None) -> int:
         store = PrefixStore(tmp_path, identity=name)
         return store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens
 
     assert [found(name) for name in ("one", "one", "two", "one")] == [0, 299, 0, 299]
-    with pytest.raises(PrefixStoreError, match="forward hook"):
+    with pytest.raises(PrefixStoreError, match=r"mlp is a .*\.Steering.*PrefixStore\(path, identity="):
         found(None)
     told = PrefixStore(tmp_path, identity="three").why(model, prompt, DynamicHybridCache(model.config))
     assert "identity: one there, three here" in told

@@ -48,14 +48,6 @@ def llama() -> ModelCost:
     return model_cost(load_config("meta-llama/Llama-3.2-1B"))
 
 
-def plans_of(
-    model: ModelCost, context: int, machine: Machine, weights: int | None = None
-) -> dict[tuple[str, str], Plan]:
-    """Return the plans with weights of so many bits."""
-    plans = make_plans(model, context, machine)
-    return {(plan.cache, plan.strategy): plan for plan in plans if plan.weights == weights}
-
-
 # Fitting caches
 
 
@@ -82,41 +74,44 @@ def test_a_plan_fits_from_its_bytes_on_and_up_to_its_longest_context(llama: Mode
 
 
 def test_weights_count_where_the_model_decodes(llama: ModelCost):
-    plans = plans_of(llama, 1000, PLENTY)
-    for (_, strategy), plan in plans.items():
-        assert plan.device_bytes > llama.weight_bytes + RUNTIME_BYTES
-        assert (plan.host_bytes > llama.weight_bytes) == (strategy == Strategy.CPU_DECODE)
-    on_cpu = plans_of(llama, 1000, Machine(0, 2**45))
-    assert {strategy for _, strategy in on_cpu} == {Strategy.CPU}
-    assert all(plan.device_bytes == 0 and plan.host_bytes > llama.weight_bytes for plan in on_cpu.values())
+    for plan in make_plans(llama, 1000, PLENTY):
+        if plan.weights is None:
+            assert plan.device_bytes > llama.weight_bytes + RUNTIME_BYTES
+            assert (plan.host_bytes > llama.weight_bytes) == (plan.strategy == Strategy.CPU_DECODE)
+    assert all(plan.device_bytes == 0 for plan in make_plans(llama, 1000, Machine(0, 2**45)))
 
 
-def test_where_nothing_fits_the_gpu_the_cpu_comes_before_few_bits(llama: ModelCost):
-    plans = make_plans(llama, 131_072, Machine(3 * GIB, 2**45))
-    as_they_are = [plan for plan in plans if plan.weights is None]
-    assert {plan.strategy for plan in as_they_are} == set(Strategy) - {Strategy.BOTH}  # too few tokens would fit
-    assert {plan.strategy for plan in plans if plan.weights is not None} == {Strategy.CPU, Strategy.CPU_DECODE}
-    assert recommended(as_they_are).strategy == Strategy.CPU
+IN_FEW_BITS = {Strategy.CPU, Strategy.CPU_DECODE}
+ON_GPU = set(Strategy) - {Strategy.CPU, Strategy.BOTH}
 
 
 @pytest.mark.parametrize(
-    ("family", "gpu_memory", "expected"),
+    ("family", "gib", "context", "expected", "of_few_bits", "best"),
     [
-        ("llama", 2 * GIB, {Strategy.CPU}),  # no room for the weights
-        ("llama", 4 * GIB, set(Strategy) - {Strategy.CPU, Strategy.BOTH}),
-        ("mistral_sliding", 2**45, {Strategy.GPU}),  # no layer is ours
-        ("deepseek_v3", 2**45, set(Strategy) - {Strategy.CPU, Strategy.BOTH, Strategy.CPU_ATTENTION}),  # no kernel
+        # No room for the weights, for a long cache; no layer is ours; no kernel.
+        ("llama", 2, 500, {Strategy.CPU}, {Strategy.CPU}, Strategy.CPU),
+        ("llama", 3, 131_072, set(Strategy) - {Strategy.BOTH}, IN_FEW_BITS, Strategy.CPU),
+        ("llama", 4, 500, ON_GPU, {Strategy.CPU_DECODE}, Strategy.GPU),
+        ("mistral_sliding", 2**15, 500, {Strategy.GPU}, set(), Strategy.GPU),
+        ("deepseek_v3", 2**15, 500, ON_GPU - {Strategy.CPU_ATTENTION}, {Strategy.CPU_DECODE}, Strategy.GPU),
     ],
 )
 def test_only_what_a_gpu_and_a_model_can_do_is_planned(
-    llama: ModelCost, family: str, gpu_memory: int, expected: set[Strategy]
+    llama: ModelCost,
+    family: str,
+    gib: int,
+    context: int,
+    expected: set[Strategy],
+    of_few_bits: set[Strategy],
+    best: Strategy,
 ):
     model = llama if family == "llama" else model_cost(FAMILIES[family]())
-    plans = plans_of(model, 500, Machine(gpu_memory, 2**45))
-    assert {strategy for _, strategy in plans} == expected
-    if family == "mistral_sliding":
-        assert list(plans) == [("stock", Strategy.GPU)]
-        assert recommended(list(plans.values())) is plans["stock", Strategy.GPU]
+    plans = make_plans(model, context, Machine(gib * GIB, 2**45))
+    as_they_are = [plan for plan in plans if plan.weights is None and not plan.experts_on_host]
+    assert {plan.strategy for plan in as_they_are} == expected
+    assert {plan.strategy for plan in plans if plan.weights is not None and not plan.experts_on_host} == of_few_bits
+    assert recommended(as_they_are).strategy == best
+    assert (recommended(as_they_are).cache == "stock") == (family == "mistral_sliding")
 
 
 @pytest.mark.parametrize("cache", ["offloaded", "quantized-4-2"])

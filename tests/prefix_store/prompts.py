@@ -17,7 +17,7 @@ from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCach
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.files.layers import tensors_by_name
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.prefix_store import PrefixStore
+from hf_hybrid_cache.prefix_store import PrefixStore, StoredPrompt
 
 from models.tiny_models import random_prompt
 
@@ -83,6 +83,50 @@ def hits(
         assert prompt is not prompts[-1] or are_equal(states, cold)
         found.append(num_tokens)
     return found
+
+
+class Talk:
+    """
+    A conversation about a document, whose states are in a store.
+
+        talk = Talk(folder, tiny_model("llama"), QuantizedHybridCache, document)
+        talk.tokens = talk.said(20)   # a question of 20 tokens, and an answer
+        talk.keep()
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel, make: Callable[..., HybridCache], document: torch.Tensor):
+        self.make, self.length, self.new_tokens = make, document.shape[1], 20
+        self.model, self.store, self.tokens = model, PrefixStore(folder), document
+        self.cache = make(self.model.config)
+        self.store.prefill(self.model, self.tokens, self.cache, document_tokens=self.length, progress=False)
+
+    def said(self, count: int, seed: int = 1, cache: HybridCache | None = None) -> torch.Tensor:
+        """Read a question of `count` tokens, and generate an answer token by token; return all tokens."""
+        question = (random_prompt(1, count, seed) % 80 + 5).to(self.tokens.device)
+        whole = torch.cat([self.tokens, question], dim=1)
+        options = cache_argument(self.cache if cache is None else cache)
+        return self.model.generate(whole, **options, max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=None)
+
+    def keep(self, **options: Any) -> str:
+        return self.store.keep(self.model, self.tokens, self.cache, document_tokens=self.length, **options)
+
+    def resumed(self, stored: StoredPrompt) -> HybridCache:
+        """Return another cache with what is stored, which is what this one has."""
+        cache = self.make(self.model.config)
+        self.store.resume(self.model, stored, cache)
+        assert cache.get_seq_length() == self.cache.get_seq_length()
+        assert are_equal(held(cache), held(self.cache))
+        return cache
+
+    def assert_goes_on_alike(self, stored: StoredPrompt, count: int, seed: int) -> None:
+        """Resume it with another cache, let both go on, and compare tokens and states."""
+        resumed = self.resumed(stored)
+        tokens, self.tokens = self.said(count, seed, resumed), self.said(count, seed)
+        assert torch.equal(tokens, self.tokens)
+        assert are_equal(held(resumed), held(self.cache))
+
+    def stored(self, own_id: str) -> StoredPrompt:
+        return next(each for each in self.store.prompts() if each.id == own_id)
 
 
 def alter_states(folder: Path) -> None:

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
-from hf_hybrid_cache import HybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
+from hf_hybrid_cache.prefix_store import PrefixStoreError
 
-from .prompts import FORMS, are_equal, held
+from .prompts import FORMS, Talk
 from .test_families import model_of, tokens
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -26,12 +22,6 @@ def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
 
 
-def generated(model: PreTrainedModel, tokens: torch.Tensor, cache: HybridCache) -> torch.Tensor:
-    """Return the tokens after some that a cache may have, and an answer to a question of 20 more."""
-    whole = torch.cat([tokens, random_prompt(1, 20) % 80 + 5], dim=1)
-    return model.generate(whole, **cache_argument(cache), max_new_tokens=20, do_sample=False, eos_token_id=None)
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -40,42 +30,34 @@ def generated(model: PreTrainedModel, tokens: torch.Tensor, cache: HybridCache) 
     ],
 )
 def test_conversation_when_resumed_then_goes_on_to_the_bit(form: str, name: str, tmp_path: Path):
-    model, store = tiny_model(name) if name in FAMILIES else model_of(name), PrefixStore(tmp_path)
-    document = DOCUMENT if name in FAMILIES else tokens(130, 0)
-    cache, length = FORMS[form](model.config), document.shape[1]
-    store.prefill(model, document, cache, document_tokens=length, progress=False)
-    talk = document
-    for _ in range(2):
-        talk = generated(model, talk, cache)
-        own_id = store.keep(model, talk, cache, document_tokens=length, title="of two questions")
-    (stored,) = store.prompts()
-    assert (stored.id, stored.token_ids.tolist()) == (own_id, talk[0].tolist())
-    assert (stored.document_tokens, stored.title, stored.is_conversation) == (length, "of two questions", True)
-    resumed = FORMS[form](model.config)
-    store.resume(model, stored, resumed)
-    assert are_equal(held(resumed), held(cache))
-    assert torch.equal(generated(model, talk, resumed), generated(model, talk, cache))
-    assert are_equal(held(resumed), held(cache))
+    model = tiny_model(name) if name in FAMILIES else model_of(name)
+    talk = Talk(tmp_path, model, FORMS[form], DOCUMENT if name in FAMILIES else tokens(130, 0))
+    for seed in (1, 2):
+        talk.tokens = talk.said(20, seed)
+        own_id = talk.keep(title="of two questions")
+    (stored,) = talk.store.prompts()
+    assert stored == talk.stored(own_id)
+    assert stored.token_ids.tolist() == talk.tokens[0].tolist()
+    assert (stored.document_tokens, stored.title, stored.is_conversation) == (talk.length, "of two questions", True)
+    talk.assert_goes_on_alike(stored, 40, seed=3)
 
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
-    document, store, cache = random_prompt(1, 2300), PrefixStore(tmp_path), FORMS["full"](LLAMA.config)
-    store.prefill(LLAMA, document, cache, document_tokens=2300, progress=False)
-    of_document, talk = num_bytes(tmp_path), generated(LLAMA, document, cache)
-    store.keep(LLAMA, talk, cache, document_tokens=2300)
+    talk = Talk(tmp_path, LLAMA, FORMS["full"], random_prompt(1, 2300))
+    of_document, talk.tokens = num_bytes(tmp_path), talk.said(130)
+    talk.keep()
     # And what is stored again of the block that the document ends in, and the rest of the last block.
-    most = talk.shape[1] - 2300 + 2 * 64
-    assert num_bytes(tmp_path) - of_document < most / 2300 * of_document + 2**14
+    most = talk.tokens.shape[1] - talk.length + 2 * 64
+    assert num_bytes(tmp_path) - of_document < most / talk.length * of_document + 2**14
 
 
 def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
-    store, full = PrefixStore(tmp_path), FORMS["full"]
-    store.prefill(LLAMA, DOCUMENT, full(LLAMA.config), document_tokens=700, progress=False)
-    (stored,) = store.prompts()
+    talk = Talk(tmp_path, LLAMA, FORMS["full"], DOCUMENT)
+    (stored,) = talk.store.prompts()
     with pytest.raises(PrefixStoreError, match="another form of cache"):
-        store.resume(LLAMA, stored, FORMS["quantized"](LLAMA.config))
-    store.remove(stored)
-    assert store.prompts() == []
+        talk.store.resume(talk.model, stored, FORMS["quantized"](talk.model.config))
+    talk.store.remove(stored)
+    assert talk.store.prompts() == []
     assert num_bytes(tmp_path) == 0
     with pytest.raises(PrefixStoreError, match="cannot be gone on with"):
-        store.resume(LLAMA, stored, full(LLAMA.config))
+        talk.store.resume(talk.model, stored, FORMS["full"](talk.model.config))
