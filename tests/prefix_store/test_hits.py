@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.prefix_store import PrefixStore
 from hf_hybrid_cache.prefix_store.keys import Passes
 
