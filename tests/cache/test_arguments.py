@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_hybrid_cache import (
+    DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
     KVCodec,
@@ -17,8 +18,10 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     QuantizedWeightsConfig,
     cache_for_budget,
+    get_num_threads,
     minmax,
     quantize_weights,
+    set_num_threads,
 )
 from hf_hybrid_cache.scalars import as_float, as_integer
 
@@ -123,6 +126,14 @@ def test_config_when_it_is_none_then_error_names_it(make: Callable[[Any], object
 # Numbers of NumPy and torch
 
 
+def num_threads(count: Any) -> int:
+    set_num_threads(count)
+    try:
+        return get_num_threads()
+    finally:
+        set_num_threads(None)
+
+
 # Uses of a number, which give something to compare.
 USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "bits of layers": lambda of: QuantizedHybridCache(CONFIG, bits={0: of(8), 2: (of(4), of(2))}).codecs,
@@ -130,7 +141,9 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "minmax": lambda of: minmax(4, group_size=of(32), sink_tokens=of(100)),
     "cpu_decode": lambda of: Placement(cpu_decode=[of(1), of(3)]),
     "device_tokens": lambda of: OffloadedHybridCache(CONFIG, of(2), of(1), device_tokens=of(128))._stores.placement,
+    "threads": lambda of: num_threads(of(1)),
     "weights": lambda of: QuantizedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
+    "DecodeOnCPU": lambda of: DecodeOnCPU(weights=of(8)),
     "cache_for_budget": lambda of: cache_for_budget(CONFIG, of(100), of(0), 2**34, of(1), of(64)).codecs,
 }
 

@@ -138,6 +138,16 @@ def test_a_cache_tells_of_itself_what_stock_tells(cache: HybridCache):
     assert cache.get_seq_length() == 5
 
 
+def test_sequences_and_numbers_are_named_as_torch_allows_it(cache: HybridCache):
+    fill(cache, (4, 2, 5, 16))
+    cache.batch_select_indices(torch.tensor([True, False, True, True]))
+    cache.batch_select_indices(torch.tensor([-1, 0]))
+    assert cache.layers[0].keys.shape[0] == 2
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int
+    assert fill(cache).get_seq_length() == 8
+
+
 def test_operations_on_an_empty_cache_do_nothing(cache: HybridCache):
     cache.crop(-3)
     cache.batch_repeat_interleave(2)

@@ -17,6 +17,7 @@ from files.forged import (
     rewritten,
     with_description,
     with_header,
+    without_token_ids,
 )
 
 from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, Placement, saved_token_ids
@@ -56,29 +57,54 @@ def hide_attributes(described: Any) -> None:
 
 VERSION = "and this version of hf_hybrid_cache reads 7. Use the version that wrote it"
 
-# The family of the model, what is done to the file, and what is then said of it, wherever it is loaded. That any
-# other numbers are refused, or harmless, tells `test_hostile_files.py`.
-DAMAGES: dict[str, tuple[str, Alter, str]] = {
-    "other version": ("llama", with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
-    "longer document": ("llama", document_of(201), "a cache (its document has 201 tokens, the file 200)."),
-    "uncounted document": ("llama", document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),
+# Arguments of `good_file`, what is done to the file, and what is then said of it, wherever it is loaded.
+DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
+    "other version": ({}, with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
+    "longer document": ({}, document_of(201), "a cache (its document has 201 tokens, the file 200)."),
+    "uncounted document": ({}, document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),
+    "squares of another type": (
+        {"bits": 4, "num_tokens": 9},
+        with_header(**{"codecs.1/squares": {"dtype": "I32"}}),
+        "does not describe a cache (codecs.1: there are no means of squares of queries).",
+    ),
     "attribute of all objects": (
-        "gemma3",
+        {"family": "gemma3"},
         with_description(hide_attributes),
         "layer 0 has __dict__, which is not an attribute",
     ),
-    "fewer tokens than ids": ("llama", rewritten(numbers(states=199)), "199 tokens of 1 in layer 3, and 200 ids"),
+    "more sinks than tokens": (
+        {"bits": 4},
+        rewritten(numbers(packed=1000, sink_tokens=2**34), without_token_ids),
+        "cannot be loaded: there are 1,000 quantized blocks after 72 tokens in full precision, of which the first "
+        "17,179,869,184 are never quantized.",
+    ),
+    "shorter layer": (
+        {"bits": 4},
+        rewritten(numbers({2}, full=60)),
+        "200 tokens of 1 in layer 1, 188 tokens of 1 in layer 2",
+    ),
+    "larger batch of a layer": (
+        {},
+        rewritten(numbers({1}, batch=2, prefixes=2)),
+        "200 tokens of 1 in layer 0, 200 tokens of 2 in layer 1",
+    ),
+    "no heads": (
+        {},
+        rewritten(numbers(num_kv_heads=0, states=2**36), without_token_ids),
+        "there are no states in States(",
+    ),
+    "fewer tokens than ids": ({}, rewritten(numbers(states=199)), "199 tokens of 1 in layer 3, and 200 ids"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_file_when_it_does_not_fit_itself_then_is_refused_anywhere(name: str, tmp_path: Path):
-    family, damage, message = DAMAGES[name]
-    path = good_file(tmp_path, family)
+    good, damage, message = DAMAGES[name]
+    path = good_file(tmp_path, **good)
     damage(path)
     for options in PLACES.values():
-        if family != "gemma3" or "group" not in options():
-            assert message in error_of(path, FAMILIES[family](), **options())
+        if good.get("family") != "gemma3" or "group" not in options():
+            assert message in error_of(path, FAMILIES[good.get("family", "llama")](), **options())
 
 
 # That any byte of a section is found tells `test_tensor_file.py`.

@@ -25,6 +25,7 @@ from hf_hybrid_cache import (
     Placement,
     QuantizedHybridCache,
     minmax,
+    quanto,
     saved_token_ids,
 )
 from hf_hybrid_cache.cache.files import differences
@@ -147,6 +148,22 @@ def test_layers_that_cannot_be_mapped_are_refused(before: str, after: str | None
     options = {} if after is None else {"placement": PLACEMENTS[after]}
     with pytest.raises(CacheFileError, match=reason):
         HybridCache.load(path, LLAMA.config, mmap=True, **options)
+
+
+def test_empty_cache_when_loaded_then_has_its_placement_and_length(path: Path):
+    original = HybridCache(LLAMA.config, Placement(True, 2, 1, None, [1, 3]), 5000)
+    original.save(path)
+    loaded = HybridCache.load(path, LLAMA.config)
+    assert loaded._stores.placement == original._stores.placement
+    assert loaded._stores.capacity == original._stores.capacity
+    assert loaded.get_seq_length() == 0
+
+
+def test_a_codec_of_quanto_is_saved_and_loaded(path: Path):
+    pytest.importorskip("optimum.quanto")
+    original = filled(Placement(), 300, batch=2, codec=quanto(2, 128))
+    original.save(path)
+    assert_goes_on_like(original, HybridCache.load(path, LLAMA.config), 300)
 
 
 def test_a_codec_without_a_description_is_refused_and_no_file_is_written(path: Path):

@@ -21,6 +21,7 @@ from hf_hybrid_cache import (
     DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
+    IncompleteCacheError,
     OffloadedHybridCache,
     QuantizedHybridCache,
 )
@@ -111,6 +112,24 @@ def test_models_with_fewer_layers_than_their_config_then_answer_as_stock(tmp_pat
     assert cache.get_seq_length() == stock.get_seq_length()
     cache.save(tmp_path / "two_layers.kv")
     assert HybridCache.load(tmp_path / "two_layers.kv", CONFIG).get_seq_length() == stock.get_seq_length()
+
+
+def test_first_pass_that_was_ended_half_way_then_is_never_continued(tmp_path):
+    """A single pass that ended early is taken for that of a smaller model until another one goes farther."""
+    cache, whole, prompt = DynamicHybridCache(CONFIG), tiny_model("llama"), random_prompt(1, 90)
+    with torch.no_grad():
+        with_two_of_four_layers()(prompt, **cache_argument(cache))
+        with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+            cache.save(tmp_path / "unfinished.kv")
+        with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+            whole.generate(prompt, **cache_argument(cache), max_new_tokens=2)
+        for _ in range(2):
+            with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
+                whole(prompt[:, :5], **cache_argument(cache))
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == 0
+    expected = whole.generate(prompt, **cache_argument(DynamicCache(config=CONFIG)), max_new_tokens=4, do_sample=False)
+    assert torch.equal(whole.generate(prompt, **cache_argument(cache), max_new_tokens=4, do_sample=False), expected)
 
 
 BORDER = 32

@@ -112,6 +112,17 @@ def test_host_memory_grows_under_a_view_that_outlives_its_buffer():
     assert (first == 1).all()
 
 
+def test_reserved_room_takes_no_memory():
+    wait_for_compilation()
+    process = psutil.Process()
+    before = process.memory_info().rss
+    buffer = TokenBuffer((1, 8, 64), torch.bfloat16, HostMemory(2**27, in_rows=False))
+    filled(buffer, torch.zeros(1, 8, 64, 64, dtype=torch.bfloat16))
+    assert buffer.capacity == 2**27
+    assert buffer.num_bytes == 64 * 8 * 64 * 2
+    assert process.memory_info().rss - before < 64 * 2**20
+
+
 def test_expected_tokens_are_allocated_at_once():
     buffer = TokenBuffer(SHAPE, torch.float32, DeviceMemory(torch.device("cpu"), 5000))
     assert buffer.num_bytes == 0
