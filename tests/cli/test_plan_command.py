@@ -91,16 +91,12 @@ def test_times_when_asked_for_then_are_measured_and_printed(tmp_path: Path):
     assert "measuring weights, keys and values in 8 bits (quantized-8, on the CPU)" in measured.stderr
 
 
-def test_plans_are_for_a_gpu_or_for_the_cpu_alone():
+def test_plans_when_printed_then_have_a_row_each_in_80_columns():
     lines = printed(*LLAMA, *CARD).splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =", "hf-hybrid-cache")))
     rows = [words[0] for words in map(str.split, lines) if words and words[0] in ("stock", "offloaded", *BITS)]
     assert rows[:6] == ["stock", "dynamic", "offloaded", "offloaded", "dynamic", "offloaded"]
     assert rows[6:] == [name for name in BITS if name != "dynamic" for _ in range(5)]
-    answer = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
-    assert {(plan["strategy"], plan["measured"]) for plan in answer["plans"]} == {("on the CPU", None)}
-    chosen = [(plan["cache"], plan["weights"]) for plan in (answer["recommended"], *answer["alternatives"])]
-    assert chosen == [("dynamic", None), ("quantized-8", 8), ("quantized-4", 4)]
 
 
 def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():
@@ -122,7 +118,7 @@ def test_a_local_folder_is_planned_by_its_config_and_its_name_escaped(tmp_path: 
     assert three["kv_device_bytes"] == pytest.approx(3 * one["kv_device_bytes"], rel=0.01)
     assert str(folder) in json.loads(one["code"].split("from_pretrained(")[1].split(",")[0])
     text = printed(*local)
-    assert "with 512 tokens" in text
+    assert "with 512 tokens" in in_one_line(text)
     assert "--dtype float32" in text
     assert not {"\x1b", "\x85"} & set(text + printed(*local, "--json"))
 

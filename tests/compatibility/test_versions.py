@@ -1,7 +1,6 @@
 """The versions of transformers that are supported and were tested, and the name that each has for a cache."""
 
 import configparser
-import logging
 from pathlib import Path
 
 import pytest
@@ -70,15 +69,14 @@ def test_decode_on_cpu_takes_the_cache_by_each_name_of_generate():
 
 
 def test_transformers_has_nothing_to_say_of_names(caplog: pytest.LogCaptureFixture):
-    model, ids = tiny_model("llama"), random_prompt(1, 20)
-    transformers_logging._get_library_root_logger().addHandler(caplog.handler)
+    model, ids, logger = tiny_model("llama"), random_prompt(1, 20), transformers_logging._get_library_root_logger()
+    logger.addHandler(caplog.handler)
     # The warning is given once, and may have been given.
     transformers_logging.warning_once.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING):
-            for custom in (None, DecodeOnCPU(), DecodeOnCPU(dtype=torch.float64)):
-                given = cache_argument(DynamicHybridCache(model.config))
-                model.generate(ids, **given, custom_generate=custom, max_new_tokens=3, return_dict_in_generate=True)
+        for custom in (None, DecodeOnCPU(), DecodeOnCPU(dtype=torch.float64)):
+            given = cache_argument(DynamicHybridCache(model.config))
+            model.generate(ids, **given, custom_generate=custom, max_new_tokens=3, return_dict_in_generate=True)
     finally:
-        transformers_logging._get_library_root_logger().removeHandler(caplog.handler)
-    assert not [record.message for record in caplog.records if "deprecated" in record.message]
+        logger.removeHandler(caplog.handler)
+    assert "deprecated" not in caplog.text

@@ -33,7 +33,7 @@ def logits(model: PreTrainedModel, cache: Cache, tokens: slice, is_cast: bool = 
 @each_cache
 @pytest.mark.parametrize(("prefix", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
 @pytest.mark.usefixtures("torch_attends")  # the kernel rounds a prefix in bfloat16 in another way
-def test_a_wider_type_continues_a_prefix_as_with_stock_and_a_narrower_does_not(
+def test_a_wider_type_continues_a_prefix_and_a_narrower_one_is_refused(
     make: MakeCache, prefix: torch.dtype, then: torch.dtype
 ):
     narrow, wide = tiny_model("llama", prefix), tiny_model("llama", then)

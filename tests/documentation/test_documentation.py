@@ -8,7 +8,6 @@ take no time; the README's Python finds the real one. What takes minutes (make, 
 program exists, and knows every option.
 """
 
-import configparser
 import contextlib
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -145,30 +145,21 @@ class Commands:
         return said
 
     def _check(self, program: str, arguments: list[str]) -> None:
+        """Check that a program is there, and that one of ours knows its options."""
         if program in ("srun", "numactl"):
             start = next(index for index, word in enumerate(arguments) if not word[0].isdigit() and word[0] != "-")
             self._check(arguments[start], arguments[start + 1 :])
         elif program == "make":
             subprocess.run(["make", "--dry-run", *arguments], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
-        elif program == "torchrun":
-            from torch.distributed.run import get_args_parser
-
-            assert Path(sys.executable).with_name("torchrun").is_file()
-            assert get_args_parser().parse_args(arguments).training_script.endswith(".py")
-        elif arguments[:2] == ["-m", "pytest"]:
-            assert (REPOSITORY / arguments[-1]).is_dir()
-        elif arguments[:3] == ["-m", "pip", "install"]:
-            settings = configparser.ConfigParser()
-            settings.read(REPOSITORY / "setup.cfg")
-            assert arguments[3].removeprefix(".[").removesuffix("]") in settings["options.extras_require"]
-        else:
+        elif program == "hf-hybrid-cache" or arguments[1].startswith("experiments"):
             told = self._help(program, arguments)
             assert all(re.search(rf"{word}\b", told) for word in arguments if word.startswith("--"))
+        else:
+            assert shutil.which(program)
 
     def _help(self, program: str, arguments: list[str]) -> str:
         if program == "hf-hybrid-cache":
             return CliRunner().invoke(app, [arguments[0], "--help"]).stdout
-        assert (program, arguments[0]) == ("python", "-m")
         self._monkeypatch.setattr(sys, "argv", [arguments[1], "--help"])
         with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit, match="0"):
             importlib.import_module(arguments[1]).main()

@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom, and the committed ones show what they print and draw."""
 
-import ast
 import importlib.util
 import os
 import re
@@ -13,7 +12,6 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-import hf_hybrid_cache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from notebooks.execute import FOLDER, METADATA
 
@@ -67,18 +65,3 @@ def test_a_notebook_runs_from_top_to_bottom(source: Path, tmp_path: Path):
 def test_a_committed_notebook_shows_what_it_prints_and_draws():
     for source in SOURCES:
         check_outputs(nbformat.read(source, as_version=4))
-
-
-def test_the_quickstart_imports_public_names_and_nothing_of_this_checkout():
-    notebook = nbformat.read(FOLDER / "01_quickstart.ipynb", as_version=4)
-    tree = ast.parse("\n".join(cell.source for cell in code_cells(notebook)))
-    imported = {
-        node.module: {each.name for each in node.names} for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-    }
-    assert imported.pop("hf_hybrid_cache") <= {*hf_hybrid_cache.__all__}
-    assert imported.pop("hf_hybrid_cache.models")
-    packages = {
-        *imported,
-        *(each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names),
-    }
-    assert not {name.partition(".")[0] for name in packages} & {path.name for path in FOLDER.parent.iterdir()}

@@ -233,7 +233,7 @@ def test_the_digest_of_any_view_is_that_of_its_bytes(shape: tuple[int, ...], dty
         torch.set_num_threads(before)
 
 
-def test_quantized_weights_are_the_same_if_loaded_or_made_and_differ_in_any_code(tmp_path: Path):
+def test_quantized_weights_are_the_same_if_loaded_and_differ_in_any_code(tmp_path: Path):
     models = [new_llama() for _ in range(4)]
     models[0].save_pretrained(tmp_path)
     config = QuantizedWeightsConfig(4)

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_hybrid_cache.models import load_config
-from hf_hybrid_cache.planning import Machine, Plan, make_plans, model_cost, recommended
+from hf_hybrid_cache.planning import Machine, make_plans, model_cost, recommended
 from hf_hybrid_cache.planning.candidates import RUNTIME_BYTES, Candidate, Strategy
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import make_plan
@@ -97,24 +97,17 @@ def test_built_in_mixtures_have_the_weights_that_their_makers_state(name: str, s
 # Plans with experts in host memory
 
 
-def planned(model: ModelCost, bits: int | None) -> Plan:
-    candidate = Candidate("dynamic", Strategy.GPU, bits, experts_on_host=True)
-    return make_plan(model, candidate, 512, Machine(2**45, 2**45))
-
-
 @pytest.mark.parametrize(("family", "bits"), [("deepseek_v3", None), ("gpt_oss", 8), ("qwen3_next", 4)])
 def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: int | None):
-    model = cost_of(family)
-    plan = planned(model, bits)
-    all_there = make_plan(model, Candidate("dynamic", Strategy.GPU), 512, Machine(2**45, 2**45))
-    slots = 2 * model.experts.largest_bytes
-    assert all_there.device_bytes - plan.device_bytes == model.experts.total_bytes() - slots
+    model, plenty = cost_of(family), Machine(2**45, 2**45)
     candidate = Candidate("dynamic", Strategy.GPU, bits, experts_on_host=True)
-    running = candidate.running(model, candidate.cost(model, 512), 512)
-    assert running.host == model.experts.total_bytes(bits) + RUNTIME_BYTES + model.least_working_bytes
-    loading = model.weight_bytes - model.experts.total_bytes() + model.experts.total_bytes(bits) + RUNTIME_BYTES
-    loading += model.quantized_weights[bits].largest_matrix_bytes if bits else 0
-    assert plan.host_bytes == max(running.host, loading)
+    plan, of_experts = make_plan(model, candidate, 512, plenty), model.experts.total_bytes()
+    slots = 2 * model.experts.largest_bytes
+    all_there = make_plan(model, Candidate("dynamic", Strategy.GPU), 512, plenty)
+    assert all_there.device_bytes - plan.device_bytes == of_experts - slots
+    kept = model.experts.total_bytes(bits) + RUNTIME_BYTES
+    largest = model.quantized_weights[bits].largest_matrix_bytes if bits else 0
+    assert plan.host_bytes == kept + max(model.least_working_bytes, model.weight_bytes - of_experts + largest)
 
 
 def test_experts_are_on_the_host_where_only_all_else_fits_the_gpu():

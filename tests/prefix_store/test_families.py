@@ -14,7 +14,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
 
 from .prompts import FORMS, hits
-from common.slow import slow
 from models.architectures import CONFIGS, small_model
 
 # The models have short contexts, and kernels of other packages are not installed.
@@ -66,22 +65,17 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tenso
     return model.generate(ids, **cache_argument(cache), max_new_tokens=6, do_sample=False, eos_token_id=None)
 
 
-@pytest.mark.parametrize(
-    ("form", "length", "name"),
-    [
-        # The first block is due in the second pass, whose queries choose the codec, in a hit too.
-        *((form, 150, name) for form in ("full", "quantized") for name in KEPT),
-        ("quantized", 250, "GptOssConfig"),
-        slow("quantized", 2400, "GptOssConfig"),
-    ],
-)
-def test_family_when_prompts_share_a_document_then_equal_a_cold_read(form: str, length: int, name: str, tmp_path: Path):
-    model, make, document = model_of(name), FORMS[form], tokens(length, 0)
+@pytest.mark.default("values")
+@pytest.mark.parametrize("form", ["full", "quantized"])
+@pytest.mark.parametrize("name", KEPT)
+def test_family_when_prompts_share_a_document_then_equal_a_cold_read(form: str, name: str, tmp_path: Path):
+    """The first block is due in the second pass, whose queries choose the codec, in a hit too."""
+    model, make, document = model_of(name), FORMS[form], tokens(150, 0)
     first, second = (torch.cat([document, tokens(count, seed)], dim=1) for seed, count in ((1, 20), (2, 45)))
-    assert hits(tmp_path, model, make, first, second, document=length) == [0, length]
+    assert hits(tmp_path, model, make, first, second, document=150) == [0, 150]
     if form == "full":
         ours, stock = make(model.config), DynamicCache(config=model.config)
-        PrefixStore(tmp_path / "cold").prefill(model, second, ours, document_tokens=length, progress=False)
+        PrefixStore(tmp_path / "cold").prefill(model, second, ours, document_tokens=150, progress=False)
         assert torch.equal(*(answer(model, second, cache) for cache in (ours, stock)))
 
 
