@@ -13,23 +13,25 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
 from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from common.caches import CACHES, QUANTIZED
+from common.caches import CACHES, QUANTIZED, MakeCache
 from common.interruptions import Interruption
 from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference
+from common.slow import slow_but
 from common.soak import budget, count, search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 from operations.setups import CONFIG, Setup, setups
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
 BATCH, TOKENS, LENGTH = 2, 200, 148
+ALL: dict[str, MakeCache] = CACHES | {name: ours for name, (ours, _) in QUANTIZED.items()}
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -200,9 +202,9 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.
     return model.generate(ids, **cache_argument(cache), max_length=LENGTH, do_sample=False)
 
 
-@pytest.mark.parametrize("make", [*CACHES.values(), *(ours for ours, _ in QUANTIZED.values())])
-def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrainedConfig], HybridCache]):
-    model, ids = tiny_model("llama"), random_prompt(1, 140)
+@pytest.mark.parametrize("name", slow_but(["default", "offloaded", "split", "quantized_8"], ALL))
+def test_an_interrupted_generate_goes_on_where_it_was(name: str):
+    model, ids, make = tiny_model("llama"), random_prompt(1, 140), ALL[name]
     expected = generated(model, ids, make(model.config))
     for layer in (1, 3):
         cache = make(model.config)
