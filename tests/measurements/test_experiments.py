@@ -1,6 +1,5 @@
 """Every experiment runs and keeps a complete record, and what several of them rely on is right."""
 
-import importlib
 import json
 import shlex
 import subprocess
@@ -60,32 +59,25 @@ EXPERIMENTS: dict[str, list[str]] = {
         f"peers.peers --engines ours-4 quanto-4 llama.cpp-f16 llama.cpp-q4_0 --contexts 40 80 --rounds 2 {SMALL}",
     ],
 }
-# The others start processes, set the number of threads, or take long.
-IN_THIS_PROCESS = ("steps.kernel_bandwidth", "steps.prompt_attention")
+# The others start processes of their own, or take long.
+QUICK = "steps.prompt_attention"
 
 
 @pytest.mark.parametrize(
     ("command", "needed"),
     [
-        (command, needed) if command.startswith(IN_THIS_PROCESS) else slow(command, needed)
+        (command, needed) if command.startswith(QUICK) else slow(command, needed)
         for needed, commands in EXPERIMENTS.items()
         for command in commands
     ],
     ids=lambda value: " ".join(value.split()[:3]),
 )
-def test_an_experiment_prints_its_answer_and_keeps_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, needed: str
-):
+def test_an_experiment_prints_its_answer_and_keeps_a_record(tmp_path: Path, command: str, needed: str):
     for module in needed.split():
         pytest.importorskip(module)
     experiment, *options = shlex.split(command)
-    run = [f"experiments.{experiment}", *options, "--out", str(tmp_path)]
-    if experiment in IN_THIS_PROCESS:
-        monkeypatch.setattr(sys, "argv", run)
-        importlib.import_module(run[0]).main()
-        printed = capsys.readouterr().out
-    else:
-        printed = subprocess.check_output([sys.executable, "-m", *run], cwd=REPOSITORY, text=True, timeout=300)
+    run = [sys.executable, "-m", f"experiments.{experiment}", *options, "--out", str(tmp_path)]
+    printed = subprocess.check_output(run, cwd=REPOSITORY, text=True, timeout=300)
     assert json.loads(printed.splitlines()[-1])
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())

@@ -112,12 +112,14 @@ def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: P
     rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 400}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     model, store = new_llama(rope_parameters={**rotation, **factors}), PrefixStore(tmp_path)
+    both = prompts(200, 30, 100)
+    assert hits(tmp_path, model, DynamicHybridCache, *both, document=200) == [0, 200]
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 401"):
         store.prefill(model, random_prompt(1, 401), DynamicHybridCache(model.config), progress=False)
     cache = that_has_read(450, DynamicHybridCache, model.config, model)
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 450"):
         store.keep(model, random_prompt(1, 450), cache, document_tokens=100)
-    assert hits(tmp_path, model, DynamicHybridCache, *prompts(200, 30, 100), document=200) == [0, 200]
+    assert hits(tmp_path, model, DynamicHybridCache, *both, document=200) == [200, 200]
 
 
 def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path):
