@@ -30,11 +30,10 @@ from .forms.panels import (
     factor_of,
     quantize_panels,
 )
+from .step.arithmetic import NUM_OPERANDS, REDUCTIONS
 from .step.instructions import (
     BFLOAT16,
     FLOAT32,
-    KINDS,
-    REDUCTIONS,
     Attend,
     Call,
     Instruction,
@@ -62,9 +61,9 @@ __all__ = [
     "BLOCK",
     "CACHE_LINE",
     "FLOAT32",
-    "KINDS",
     "LANES",
     "NOT_FINITE",
+    "NUM_OPERANDS",
     "PANEL_ROWS",
     "REDUCTIONS",
     "WEIGHT_BITS",

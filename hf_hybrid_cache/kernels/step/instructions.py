@@ -13,42 +13,6 @@ from ..weights.products import Products
 FLOAT32, BFLOAT16 = range(2)
 ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2}
 
-# The instructions, and how many operands each takes. They give what torch gives of float32, NaN and infinity included;
-# where it has a function of its own, at most three units of the last place from the exact result.
-# Truth is a number too: comparisons write 1 or 0, and `where` takes its second operand where the first is not 0.
-ELEMENTWISE = {
-    "copy": 1,
-    "neg": 1,
-    "abs": 1,
-    "exp": 1,
-    "expm1": 1,
-    "log": 1,
-    "log1p": 1,
-    "tanh": 1,
-    "sigmoid": 1,
-    "erf": 1,
-    "sqrt": 1,
-    "rsqrt": 1,
-    "reciprocal": 1,
-    "add": 2,
-    "sub": 2,
-    "mul": 2,
-    "div": 2,
-    "maximum": 2,
-    "minimum": 2,
-    "eq": 2,
-    "ne": 2,
-    "lt": 2,
-    "le": 2,
-    "gt": 2,
-    "ge": 2,
-    "addcmul": 3,  # a + b * c
-    "where": 3,
-}
-# Over the last dimension, in float32 whatever the kinds.
-REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "amin": 1}
-KINDS = ELEMENTWISE | REDUCTIONS
-
 
 class Memory(NamedTuple):
     """
@@ -85,7 +49,7 @@ class Instruction(NamedTuple):
     Numbers of a row, element by element or reduced.
 
     Attributes:
-        name: a key of `KINDS`.
+        name: a key of `NUM_OPERANDS`.
         shape: of the operands: any dimensions that, once those are joined that lie as one in all places, are at most
             four. A reduction is over the last one.
         out: written. Of a reduction it has no last dimension. It may be the same as an operand; it may not overlap one

@@ -16,13 +16,11 @@ from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
 from ..vector.vector_ir import LANES
 from ..weights.products import PANELS, Product, Products, Weights, take_tokens
+from .rows import PRODUCT_BYTES, ProductList, multiply
 from .step import (
-    PRODUCT_BYTES,
     Gate,
     Heads,
     Norm,
-    ProductList,
-    multiply,
     take_gated,
     take_heads,
     take_norm,
@@ -131,11 +129,12 @@ class StepMemory:
                 Product(
                     weights=each.products.address, places=rows, pairs=self._routing[0].ctypes.data,
                     matrices=self._which[n, which:].ctypes.data, starts=self._routing[1].ctypes.data,
-                    tokens=at[tokens.get(name, "normed")], tokens_are_bfloat16=is_bfloat16, pairs_of_token=1,
+                    tokens=at[tokens.get(name, "normed")], tokens_are_bfloat16=is_bfloat16,
+                    token_step=each.products.weights.columns, pairs_of_token=1,
                     is_gated=0, operand=at["operand"], steps=at["steps"], sums=at["sums"], operand_parts=rows,
                     bias=each.bias, bias_is_bfloat16=is_bfloat16, bias_step=0,
                     out=self._queries[n] if name == "q" else at[out.get(name, name)], out_is_bfloat16=is_bfloat16,
-                    parts=_parts(each.products.weights, threads),
+                    out_step=each.products.weights.rows, parts=_parts(each.products.weights, threads),
                 )
                 for which, (name, each) in enumerate(zip(PROJECTIONS, layer.projections, strict=True))
             ]

@@ -14,7 +14,7 @@ from ..vector.intrinsics import call_at
 from ..vector.numbers_at import as_double
 from ..vector.vector_ir import BLOCK
 from ..weights.operands import write_gated
-from ..weights.products import Product, multiply_part, take_tokens
+from ..weights.products import take_tokens
 from .states import embed_position, normalize, scatter
 
 
@@ -60,16 +60,6 @@ class Gate(NamedTuple):
     product: int  # address of a `Product`
 
 
-class ProductList(NamedTuple):
-    """Products that are made together: their parts follow each other."""
-
-    first: int  # address of the first `Product`
-    count: int
-
-
-PRODUCT_BYTES = 8 * len(Product._fields)
-
-
 @jit
 def take_norm(row, call):
     given = call_at(call, Norm)
@@ -89,18 +79,6 @@ def take_gated(row, call):
     offset = row * given.columns * (2 if is_bfloat16 else 4)
     write_gated(given.gate + offset, given.up + offset, is_bfloat16, given.columns, given.gate + offset)
     take_tokens(row, given.product)
-
-
-@jit
-def multiply(part, call):
-    """Make a part of a list of products."""
-    given = call_at(call, ProductList)
-    address = given.first
-    last = address + (given.count - 1) * PRODUCT_BYTES
-    while address < last and part >= call_at(address, Product).parts:
-        part -= call_at(address, Product).parts
-        address += PRODUCT_BYTES
-    multiply_part(part, address)
 
 
 @jit

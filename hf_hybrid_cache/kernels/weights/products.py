@@ -86,6 +86,7 @@ class Product(NamedTuple):
     starts: int
     tokens: int  # address of [tokens, columns], or of [tokens, 2 * columns], of which the first half is the gate
     tokens_are_bfloat16: int
+    token_step: int  # numbers from a token to the next
     pairs_of_token: int
     is_gated: int
     operand: int  # address of the tokens in their places: integers [places, groups * group], or float32
@@ -97,6 +98,7 @@ class Product(NamedTuple):
     bias_step: int  # numbers from the bias of one matrix to that of the next
     out: int  # address of [pairs, rows]
     out_is_bfloat16: int
+    out_step: int  # numbers from a pair's to the next one's
     parts: int  # of each matrix
 
 
@@ -272,6 +274,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         starts=routing.starts.ctypes.data,
         tokens=tokens.address,
         tokens_are_bfloat16=tokens.is_bfloat16,
+        token_step=given.columns * (2 if is_gated else 1),
         pairs_of_token=pairs_of_token,
         is_gated=is_gated,
         operand=operand.ctypes.data,
@@ -283,6 +286,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         bias_step=bias_step,
         out=out.address,
         out_is_bfloat16=out.is_bfloat16,
+        out_step=given.rows,
         parts=_parts(given, runs, threads_of(team)),
     )
     address = address_of_call(product)
@@ -330,12 +334,12 @@ def take_tokens(part, address):
     for place in range(first, last):
         token = pairs[place] // product.pairs_of_token
         if product.is_gated:
-            states = product.tokens + token * 2 * columns * 4
+            states = product.tokens + token * product.token_step * 4
             write_gated(states, states + columns * 4, False, columns, gated.ctypes.data)
             numbers = Numbers(np.int64(gated.ctypes.data), False)
         else:
             given = Numbers(product.tokens, product.tokens_are_bfloat16 != 0)
-            numbers = Numbers(address_of(given, token * columns), given.is_bfloat16)
+            numbers = Numbers(address_of(given, token * product.token_step), given.is_bfloat16)
         if weights.kind != PANELS:
             load_numbers(numbers, 0, columns, floats_at(product.operand, (product.places, columns))[place])
         else:
@@ -417,7 +421,8 @@ def _multiply_panels(part, product):
                     for which in range(at_once):
                         output = outputs.ctypes.data + (token * at_once + which) * CACHE_LINE
                         bias, row = biases.ctypes.data + (left + which) * CACHE_LINE, (panel + left + which) * LANES
-                        store_outputs(output, factor, bias, out, pairs[place + token], row, weights.rows)
+                        target = pairs[place + token] * product.out_step + row
+                        store_outputs(output, factor, bias, out, target, weights.rows - row)
             place += tokens
     keep(outputs)
     keep(biases)
@@ -443,14 +448,13 @@ def load_bias(bias, first, row, rows, out):
 
 
 @jit_inlined
-def store_outputs(outputs, factor, bias, out, token, row, rows):
-    """Write sixteen outputs of a token, times a factor, or those that are left of `rows`; outputs, bias: addresses."""
-    target = token * rows + row
-    if rows - row >= LANES:
-        store_sixteen(outputs, factor, bias, out.is_bfloat16, address_of(out, target))
+def store_outputs(outputs, factor, bias, out, first, left):
+    """Write sixteen outputs times a factor from index `first` on, or those that are left; outputs, bias: addresses."""
+    if left >= LANES:
+        store_sixteen(outputs, factor, bias, out.is_bfloat16, address_of(out, first))
     else:
         store_sixteen(outputs, factor, bias, False, outputs)
-        store_numbers(floats_at(outputs, LANES), out, target, rows - row)
+        store_numbers(floats_at(outputs, LANES), out, first, left)
 
 
 @jit_function
@@ -521,4 +525,4 @@ def _multiply_plain(part, product):
                         sums[index, row] += number * left[row - from_row]
     pairs = integers_at(product.pairs, product.places)
     for index in range(count):
-        store_numbers(sums[index], out, pairs[start + index] * rows + first, width)
+        store_numbers(sums[index], out, pairs[start + index] * product.out_step + first, width)
