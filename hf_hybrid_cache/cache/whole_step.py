@@ -26,6 +26,7 @@ class WholeSteps:
         cache: its tokens.
         layers: indices of the layers of attention of the model. Those of transformers' own get keys and values by
             `update` within the step.
+        has_updates: whether the step calls the cache for anything else.
 
     Attributes:
         indices: of our layers.
@@ -37,10 +38,11 @@ class WholeSteps:
         IncompleteCacheError: something has ended a change of the cache half-way.
     """
 
-    def __init__(self, cache: HybridCache, layers: Sequence[int]):
-        self._cache, self._layers_of_model = weakref.ref(cache), layers
-        found = {index: cache.layers[index] for index in sorted(layers) if index < len(cache.layers)}
+    def __init__(self, cache: HybridCache, layers: Sequence[int], has_updates: bool = False):
+        self._cache = weakref.ref(cache)
+        found: dict[int, Any] = {index: cache.layers[index] for index in sorted(layers) if index < len(cache.layers)}
         self.indices = tuple(index for index, layer in found.items() if isinstance(layer, HybridLayer))
+        self._has_updates = has_updates or len(self.indices) < len(layers) or not layers
         ours = [found[index] for index in self.indices if is_unaltered(found[index])]
         stores = [store for layer in ours if (store := layer.store_in_place()) is not None]
         self.num_left, self.why_none = 0, ""
@@ -97,7 +99,7 @@ class WholeSteps:
         """
         cache: Any = self._cache()
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
-        if self.indices and self.indices[0] == min(self._layers_of_model):
+        if not self._has_updates:
             cache._passes.note_access(self.indices[0], "keys and values")
         cache._stores.note_pass(0)
         self.count_next()
@@ -119,8 +121,8 @@ class WholeSteps:
             for store in stores:
                 store.forget_uncounted()
             raise
-        if self.indices and self.indices[-1] == max(self._layers_of_model):
-            cache._passes.note_access(self.indices[-1], "keys and values")
+        if self.indices:
+            cache._passes.note_reached(self.indices[-1])
         if cache._prompts.are_asked_about:
             cache._prompts.note_stored()
         if any(store.wants_queries for store in stores):

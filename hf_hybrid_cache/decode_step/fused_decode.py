@@ -1,4 +1,4 @@
-"""A model whose decode steps run in one call, where a step is of the known kind."""
+"""A model whose decode steps run in one call, where a step is one that was recorded."""
 
 import contextlib
 import inspect
@@ -16,9 +16,9 @@ from transformers.utils import output_capturing
 from ..cache import HybridCache, is_unaltered
 from ..cache_argument import passed_cache
 from .snapshot import Snapshot
-from .stages import layers_of, stage_names
+from .stages import layers_of, stage_names, undecorated
 from .step_plan import StepPlan, UnfitStepError
-from .trial import RecordedStep, UnknownStepError, recorded_step, unknown_step
+from .trial import RecordedStep, UnknownStepError, recorded_step, refusing, unknown_step
 
 # More rows are those of a prompt, for which products of many tokens are faster.
 MOST_ROWS = 8
@@ -114,9 +114,15 @@ class FusedDecode:
 
     def _run(self, decoder: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run a step; return the output of the model, or the reason why its own forward has to run."""
+        if args:
+            code = undecorated(type(decoder).forward).__code__
+            named = dict(zip(code.co_varnames[1 : code.co_argcount], args, strict=False))
+            if len(named) < len(args) or named.keys() & given.keys():
+                return "the arguments are not those of a step"
+            given = {**named, **given}
         cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
         given_as: Any = states if tokens is None else tokens
-        if args or (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
+        if (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
             return "the arguments are not those of a step"
         if not isinstance(cache, HybridCache) or not is_unaltered(cache):
             return "the cache is not of this package"
@@ -145,7 +151,8 @@ def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
     name, names = type(decoder).__name__, tuple[str, ...](decoder._modules)
     try:
         _raise_first(_unfit_weights(decoder), name)
-        names = stage_names(decoder)
+        with refusing(name):
+            names = stage_names(decoder)
         snapshot = Snapshot(decoder, names)
         _raise_first(_code_of_others(decoder, names), name)
         if (other := snapshot.foreign) is not None:
@@ -179,8 +186,8 @@ def _unfit_weights(decoder: Any) -> Iterator[str]:
         yield "it has no list of layers"
     weights = [*decoder.parameters()]
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
-        yield f"it is in {' and '.join(sorted(map(str, dtypes)))}, not in torch.float32 or torch.bfloat16 alone"
+    if others := dtypes - {torch.float32, torch.bfloat16}:
+        yield f"it is in {' and '.join(sorted(map(str, others)))}, not in torch.float32 or torch.bfloat16"
     if devices := {weight.device.type for weight in weights} - {"cpu"}:
         yield f"its weights are on {' and '.join(sorted(devices))}, not in host memory"
 
@@ -244,14 +251,14 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
     for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and why.
 
     Args:
-        model: of a known form: Llama, Mistral, Qwen2, Qwen3, SmolLM3, and others with the same layers. Its weights may
-            be quantized before or after.
+        model: any decoder whose step is one of rows; it is recorded as the model computes it. Its weights may be
+            quantized before or after.
 
     Returns:
         What runs the steps: a context manager that is undone at the end of a `with` block, or by `undo()`.
 
     Raises:
-        UnknownStepError: the model is not of a known form, or some of its layers, which are tried, give other results.
+        UnknownStepError: the step cannot be recorded, or gives other results than the model's own forward.
 
     Example:
         >>> quantize_weights(model, bits=4)
@@ -275,7 +282,7 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
 
 def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
     """
-    Let decode steps run in one call where the model is of a known form by then, and is on the CPU.
+    Let decode steps run in one call where the step of the model can be recorded by then, on the CPU.
 
     Nothing changes if another library has replaced the decoder's forward.
     """

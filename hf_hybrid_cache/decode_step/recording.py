@@ -27,7 +27,7 @@ from ..attention.scores import Scores
 from ..cache import HybridCache
 from ..kernels import BFLOAT16, FLOAT32, Attend, Instruction, Multiply, Place, ProductOf, Products
 from ..weights import QuantizedWeight
-from .translation import Operand, translate
+from .translation import FORMULAS, Operand, translate
 
 # Truth is a number in a program.
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.bool: FLOAT32}
@@ -35,6 +35,8 @@ _TRUTHS = {"copy", "eq", "ne", "lt", "le", "gt", "ge", "mul", "maximum", "where"
 _MOST_DIMS = 4
 # In the place of a storage: of a mask that hides nothing, and of what is not numbers in memory.
 _MASK, _NOWHERE = -1, -2
+# The name of the argument that is a mask.
+MASK = "attention_mask"
 
 
 class Array(NamedTuple):
@@ -54,13 +56,19 @@ class StageValue(NamedTuple):
     leaf: int
 
 
+class MaskOf(NamedTuple):
+    """The mask of a stage, which hides nothing."""
+
+    stage: int
+
+
 class PythonCall(NamedTuple):
     """
     A function that Python calls between kernels.
 
     Attributes:
         function: called with tensors in the places of arrays, the cache in that of `HybridCache`, which stands for it,
-            and what a stage is given in that of a `StageValue`.
+            and the mask of a stage in that of `MaskOf`.
         leaves: of its arguments, positional ones and those by name.
         spec: how they are arranged.
         outs: what becomes of the leaves of its result; `None` for what is not a new tensor.
@@ -98,7 +106,7 @@ class Recording:
         constants: tensors whose storages all rows share, by the storages.
         inputs: what is copied to arrays before the step.
         result: what the last stage returns.
-        masks: arguments of stages that are masks, which hide nothing.
+        masks: where each stage has its mask among its arguments; `None` for by its name.
         outputs: what each stage returns, where that is a tuple: without its first element.
         weights: of products, kept alive.
     """
@@ -108,7 +116,7 @@ class Recording:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[StageValue, Array] = field(default_factory=dict)
     result: Array | None = None
-    masks: list[StageValue] = field(default_factory=list)
+    masks: list[int | None] = field(default_factory=list)
     outputs: list[tuple[Any, ...] | None] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
 
@@ -130,7 +138,7 @@ class Recorder:
         self.recording, self.cache, self._opaque = Recording(), cache, opaque
         self._keys: dict[int, int] = {}  # of storages, by their addresses
         self._alive: list[Any] = []  # so that nothing else comes to their addresses
-        self._masks: dict[int, StageValue] = {}  # by the addresses of storages
+        self._masks: dict[int, MaskOf] = {}  # by the addresses of storages
         self._given: set[int] = set()  # storages that stages are given from outside
         self._modules: list[nn.Module] = []  # that are being called
         self._layers: dict[int, int] = {}  # of the cache, by views of handles
@@ -153,8 +161,12 @@ class Recorder:
             raise UnrecordableError("it computes between its layers")
         self._take_arguments(stage, module, args, options)
         tracked = self._tracked(module)
-        with _Functions(self), _Operations(self):
-            result = tracked(*args, **options)
+        try:
+            with _Functions(self), _Operations(self):
+                result = tracked(*args, **options)
+        finally:
+            for each in tracked.modules():  # which hold themselves by it
+                vars(each).pop("forward", None)
         self._returned = result[0] if isinstance(result, tuple) else result
         if not isinstance(self._returned, torch.Tensor):
             raise UnrecordableError(f"{type(module).__name__} returns {type(self._returned).__name__}")
@@ -162,16 +174,23 @@ class Recorder:
         self.recording.result = self._array(self._returned)
         return result
 
+    def close(self) -> None:
+        """Let go of all that was needed while recording."""
+        self._alive.clear()
+        for name in ("update", *_OF_LINEAR_ATTENTION):
+            vars(self.cache).pop(name, None)
+
     def _take_arguments(self, stage: int, module: nn.Module, args: Any, options: Any) -> None:
         """Note the tensors that a stage is given from outside."""
-        mask = _named(module, "attention_mask", args, options)
+        at_mask = _position(module, MASK) if MASK not in options else None
+        self.recording.masks.append(at_mask)
+        mask = mask_of(at_mask, args, options)
         for leaf, value in enumerate(tree_leaves((args, options))):
             if not _has_memory(value):
                 continue
             at, source = value.untyped_storage().data_ptr(), StageValue(stage, leaf)
             if value is mask:
-                self._masks.setdefault(at, source)
-                self.recording.masks.append(source)
+                self._masks.setdefault(at, MaskOf(stage))
                 self._keys.setdefault(at, _MASK)
                 self._alive.append(value)
                 continue
@@ -181,10 +200,10 @@ class Recorder:
             if array.storage in self._given and array not in self.recording.inputs.values():
                 self.recording.inputs[source] = array
 
-    def _tracked(self, module: nn.Module) -> Any:
+    def _tracked(self, module: Any) -> Any:
         """A copy of a module that says when it is called, and so do the modules in it."""
         tracked = copy.copy(module)
-        children = {name: child and self._tracked(child) for name, child in module._modules.items()}
+        children = {name: None if child is None else self._tracked(child) for name, child in module._modules.items()}
         vars(tracked).update(_modules=children, forward=partial(self._enter, module, tracked))
         return tracked
 
@@ -192,7 +211,8 @@ class Recorder:
         if type(module) in self._opaque:
             return self._call_opaque(module, args, options)
         self._modules.append(module)
-        result = type(module).forward(tracked, *args, **options)
+        forward: Any = type(module).forward
+        result = forward(tracked, *args, **options)
         self._modules.pop()
         return result
 
@@ -202,8 +222,8 @@ class Recorder:
             return function(*args, **options)
         if function in _READERS:
             raise self._opaque_error(getattr(function, "__name__", str(function)))
-        if function in _PRODUCTS:
-            product = _PRODUCTS[function](*args, **options)
+        if (arguments := _PRODUCTS.get(function)) is not None:
+            product = arguments(*args, **options)
             if product is not None and self._is_product(*product):
                 return self._multiply(function, args, options, *product)
             if any(isinstance(each, QuantizedWeight) for each in tree_leaves((args, options))):
@@ -230,6 +250,9 @@ class Recorder:
         sources = [self._array(each) for each in given]
         if any(each.storage == _MASK for each in sources):
             return self._of_mask(function, args, options)
+        if name in FORMULAS and any(each.dtype in _KINDS for each in given):
+            with _Operations(self):
+                return FORMULAS[name](*args, **options)
         result = function(*args, **options)
         outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         writes = function._schema.is_mutable
@@ -245,7 +268,7 @@ class Recorder:
         return result
 
     def write(self, name: str, out: torch.Tensor, *operands: Operand, reduced: int = 0) -> bool:
-        """Write an instruction, see `Writer`."""
+        """Write an instruction, see `translate`."""
         arrays = [self._array(each) if isinstance(each, torch.Tensor) else float(each) for each in operands]
         of_out = self._array(out)
         tensors = [each for each in arrays if isinstance(each, Array)]
@@ -279,12 +302,6 @@ class Recorder:
         self.recording.steps.append(Instruction(name, shape, places[0], given))
         return True
 
-    def temporary(self, *shape: int) -> torch.Tensor:
-        """Return memory for what lies between two instructions, see `Writer`."""
-        tensor = torch.empty(shape)
-        self._array(tensor, is_new=True)
-        return tensor
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing."""
@@ -297,7 +314,7 @@ class Recorder:
     def _translated(self, name: str, outs: Sequence[torch.Tensor], args: Any, options: Any) -> bool:
         before, steps = len(self.recording.steps), self.recording.steps
         options = {key: value for key, value in options.items() if key not in _NOT_COMPUTED}
-        if translate(self, name, outs, args, options):
+        if translate(self.write, name, outs, args, options):
             return True
         del steps[before:]
         return False
@@ -331,7 +348,7 @@ class Recorder:
             if not is_new:
                 del self.recording.scratch[key]
                 self.recording.constants[key] = tensor
-        return Array(self._keys[at], tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return Array(self._keys[at], tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def _written(self, function: Any, args: Any, options: Any) -> list[torch.Tensor]:
         """The arguments that an operation writes to."""
@@ -349,9 +366,9 @@ class Recorder:
         for each in tree_leaves(result):
             is_new = isinstance(each, torch.Tensor) and (not self._is_known(each) or not writes)
             outs.append(self._array(each, is_new=True) if is_new and each.numel() else None)
-        arrays = [each for each in (*taken, *outs) if isinstance(each, Array)]
+        arrays = [each for each in (*taken, outs[0]) if isinstance(each, Array)]
         if of_all_rows and any(each.shape[:1] != (1,) for each in arrays):
-            raise UnrecordableError(f"{type(function).__name__} takes or gives what is not of rows")
+            raise self._opaque_error(f"what {type(function).__name__} takes or gives")
         self.recording.steps.append(PythonCall(function, tuple(taken), spec, tuple(outs), of_all_rows, writes))
 
     def _taken(self, leaf: Any) -> Any:
@@ -368,10 +385,10 @@ class Recorder:
     def _call_opaque(self, module: nn.Module, args: Any, options: Any) -> Any:
         """Call a module from Python, with all rows."""
         with self.paused():
-            result = type(module).forward(module, *args, **options)
-        known = {id(each) for each in tree_leaves((args, options))}
-        if any(id(each) in known for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
-            raise UnrecordableError(f"{type(module).__name__} returns what it is given")
+            result = module(*args, **options)
+        known, given = tree_leaves(result), {id(each) for each in tree_leaves((args, options))}
+        if any(not (each is None or _has_memory(each)) or id(each) in given for each in known if each is not None):
+            raise self._opaque_error(f"what {type(module).__name__} returns")
         self._note_call(module, args, options, result, of_all_rows=True)
         return result
 
@@ -382,7 +399,9 @@ class Recorder:
         self._opaque.add(type(self._modules[-1]))
         return OpaqueError(what)
 
-    def _update(self, update: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any) -> Any:
+    def _update(
+        self, update: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **options: Any
+    ) -> Any:
         """`update` of the cache, whose handles stand for a layer."""
         if self._paused:
             return update(keys, values, layer, *args, **options)
@@ -435,7 +454,7 @@ class Recorder:
             out: torch.Tensor = function(*args, **options)
             rows, columns = reversed(weight.shape) if is_transposed else weight.shape
             if isinstance(weight, QuantizedWeight):
-                products, which = weight.matrices.products, weight.which
+                products, which = weight.matrices.products, weight.which or 0
             else:
                 is_bfloat16, columns_first = weight.dtype == torch.bfloat16, is_transposed == weight.is_contiguous()
                 products = Products.of_numbers(weight.data_ptr(), 1, rows, columns, is_bfloat16, columns_first)
@@ -493,7 +512,9 @@ class Recorder:
         with self.paused():
             self._array(out, is_new=True)
             plain = query.contiguous() if query.stride(3) != 1 else query
-            attended = out if out.dtype == query.dtype and out.stride(3) == 1 else torch.empty(out.shape, dtype=query.dtype)
+            attended = (
+                out if out.dtype == query.dtype and out.stride(3) == 1 else torch.empty(out.shape, dtype=query.dtype)
+            )
             for each in (plain, attended):
                 self._array(each, is_new=True)
             if plain is not query:
@@ -542,12 +563,15 @@ def _has_memory(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, (KVHandle, Scores, QuantizedWeight))
 
 
-def _named(module: nn.Module, name: str, args: Any, options: Any) -> Any:
-    """An argument of a module by its name."""
-    if name in options:
-        return options[name]
+def _position(module: nn.Module, name: str) -> int | None:
+    """The place of an argument of a module's forward."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
-    return args[names.index(name)] if name in names[: len(args)] else None
+    return names.index(name) if name in names else None
+
+
+def mask_of(position: int | None, args: Any, options: Any) -> Any:
+    """The mask among the arguments of a stage; `None` if there is none."""
+    return options.get(MASK) if position is None or position >= len(args) else args[position]
 
 
 def _broadcast(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -608,7 +632,7 @@ def _plus(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
 # Tokens of a row that one weight is multiplied with.
 _MOST_TOKENS = 16
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-_PRODUCTS = {
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     **dict.fromkeys((*_MATMUL, torch.mm, torch.Tensor.mm), _times),
     torch.addmm: _plus,

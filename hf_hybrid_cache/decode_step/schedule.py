@@ -76,6 +76,9 @@ def _without_idle(recording: Recording) -> list[Step]:
     for step in reversed(recording.steps):
         to_cache = isinstance(step, Attend) or (isinstance(step, PythonCall) and HybridCache in step.leaves)
         if to_cache or writes_of(step) & live:
+            if isinstance(step, PythonCall):
+                read = [None if each is None or each.storage not in live else each for each in step.outs]
+                step = step._replace(outs=tuple(read))
             kept.append(step)
             live |= reads_of(step)
     return kept[::-1]

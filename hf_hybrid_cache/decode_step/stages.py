@@ -43,10 +43,12 @@ class Stages:
         call_before: calls these children before that.
     """
 
-    def __init__(
-        self, decoder: Any, call: CallOfStage, names: Iterable[str], call_before: CallOfModule | None = None
-    ):
-        self._call, self._call_before, self._forward = call, call_before or call_module, undecorated(type(decoder).forward)
+    def __init__(self, decoder: Any, call: CallOfStage, names: Iterable[str], call_before: CallOfModule | None = None):
+        self._call, self._call_before, self._forward = (
+            call,
+            call_before or call_module,
+            undecorated(type(decoder).forward),
+        )
         self._number = 0
         children, layers = dict(decoder._modules), layers_of(decoder)
         for name in names:
@@ -72,7 +74,7 @@ class Stages:
         return (self._call_stage if self._number else self._call_before)(module, args, options)
 
 
-class _AtLayers(Exception):
+class _AtLayersError(Exception):
     """A forward pass has come to its layers."""
 
 
@@ -89,10 +91,10 @@ def stage_names(decoder: Any) -> tuple[str, ...]:
         return module(*args, **options)
 
     def end(*_: Any) -> None:
-        raise _AtLayers
+        raise _AtLayersError
 
     stages = Stages(decoder, end, decoder._modules, note)
-    with torch.no_grad(), contextlib.suppress(_AtLayers):
+    with torch.no_grad(), contextlib.suppress(_AtLayersError):
         stages.run(HybridCache(decoder.config), input_ids=random_tokens(decoder, 1, 1))
     return tuple(name for name, child in decoder._modules.items() if not any(child is each for each in called))
 
@@ -117,7 +119,8 @@ def call_module(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any
 
 def run_own(decoder: Any, cache: HybridCache, tokens: torch.Tensor) -> torch.Tensor:
     """Run the decoder's own forward; return its states."""
-    states: torch.Tensor = Stages(decoder, call_module, ()).run(cache, input_ids=tokens)[0]
+    stages = Stages(decoder, lambda stage, *call: call_module(*call), ())
+    states: torch.Tensor = stages.run(cache, input_ids=tokens)[0]
     return states
 
 

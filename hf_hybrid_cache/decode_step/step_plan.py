@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,22 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..cache import HybridCache, WholeSteps
-from ..kernels import BFLOAT16, Attend, Call, Instruction, Memory, Multiply, Place, StepProgram
+from ..kernels import BFLOAT16, Attend, Call, Memory, Place, StepProgram
 from ..storage import KVShape
-from .recording import Array, PythonCall, Recording, StageValue, Step
+from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
 from .schedule import reads_of, writes_of
 from .stages import Stages
 
 
 class UnfitStepError(Exception):
     """A step is not one that was recorded; the message says why."""
-
-
-class _Views(NamedTuple):
-    """What a call of Python is given for some rows, and where its results go."""
-
-    leaves: list[Any]
-    outs: list[torch.Tensor | None]
 
 
 class StepPlan:
@@ -47,15 +40,16 @@ class StepPlan:
         self.rows, self._recording, self._all_steps = rows, recording, steps
         self._stages = Stages(decoder, self._call_stage, names)
         self._wanted: dict[int, list[int]] = {}
-        for stage, leaf in {*recording.inputs, *recording.masks}:
+        for stage, leaf in recording.inputs:
             self._wanted.setdefault(stage, []).append(leaf)
         self._attends = [step for step in steps if isinstance(step, Attend)]
         self._layers = sorted({step.layer for step in self._attends})
+        self._calls_cache = any(isinstance(step, PythonCall) and HybridCache in step.leaves for step in steps)
         self._steps: WholeSteps | None = None
         self._in_kernels: tuple[int, ...] | None = None
         self._cache: Any = None
         self._values: dict[StageValue, Any] = {}
-        self._seen_masks: list[Any] = []
+        self._masks: list[Any] = []
 
     def take(self, cache: HybridCache) -> str:
         """
@@ -67,7 +61,7 @@ class StepPlan:
         steps = self._steps
         if steps is None or not steps.are_of(cache):
             self._steps = None
-            steps = WholeSteps(cache, self._layers)
+            steps = WholeSteps(cache, self._layers, self._calls_cache)
             if steps.why_none:
                 return steps.why_none
             if steps.indices != self._in_kernels:
@@ -98,22 +92,21 @@ class StepPlan:
         Raises:
             UnfitStepError: it is none that was recorded; nothing has changed.
         """
-        self._cache, self._values, self._seen_masks = cache, {}, []
+        self._cache, self._values, self._masks = cache, {}, []
         try:
             return self._stages.run(cache, **given)
         finally:
-            self._cache, self._values, self._seen_masks = None, {}, []
+            self._cache, self._values, self._masks = None, {}, []
 
     def _call_stage(self, stage: int, module: nn.Module, args: Any, options: Any) -> Any:
         """Note what a stage is given; the last one runs the step."""
         if stage in self._wanted:
             leaves = tree_leaves((args, options))
             self._values.update((StageValue(stage, leaf), leaves[leaf]) for leaf in self._wanted[stage])
-        mask = options.get("attention_mask")
-        if mask is not None and not any(mask is each for each in self._seen_masks):
-            self._seen_masks.append(mask)
-            if not _hides_nothing(mask):
-                raise UnfitStepError("a mask hides tokens")
+        mask = mask_of(self._recording.masks[stage], args, options)
+        if mask is not None and not any(mask is each for each in self._masks) and not _hides_nothing(mask):
+            raise UnfitStepError("a mask hides tokens")
+        self._masks.append(mask)
         others = self._recording.outputs[stage]
         states = self._run_program() if stage == len(self._recording.outputs) - 1 else args[0]
         return states if others is None else (states, *([None] * len(others)))
@@ -134,16 +127,20 @@ class StepPlan:
     def _fitting(self, view: torch.Tensor, source: StageValue) -> torch.Tensor:
         """What a stage is given, if it is of the kind that was recorded."""
         value = self._values[source]
-        sizes = view.shape[1:] if view.dim() == value.dim() else view.shape
-        fits = value.dtype == view.dtype and value.device == view.device
+        fits = (
+            value.dtype == view.dtype
+            and value.device == view.device
+            and value.shape[-view.dim() + 1 :] == view.shape[1:]
+        )
         if value.dim() == view.dim():
-            fits = fits and value.shape[1:] == sizes and value.shape[0] in (1, self.rows)
+            fits = fits and value.shape[0] in (1, self.rows)
         else:
-            fits = fits and value.shape == view.shape[1:]
+            fits = fits and value.dim() < view.dim()
         if not fits:
             raise UnfitStepError(f"a layer is given {tuple(value.shape)} of {value.dtype} on {value.device}")
         return value
 
+    @torch.inference_mode(False)
     def _build(self, in_kernels: tuple[int, ...]) -> None:
         """Make the program for caches of which some layers are attended to in kernels."""
         recording, rows = self._recording, self.rows
@@ -166,7 +163,7 @@ class StepPlan:
             for step in self._all_steps
             if isinstance(step, PythonCall) or (isinstance(step, Attend) and step.layer not in in_kernels)
         ]
-        operations = [
+        operations: list[Any] = [
             Call(tuple({key for key in reads_of(step) | writes_of(step) if key in scratch}))
             if any(step is each for each in by_python)
             else step._replace(layer=in_kernels.index(step.layer))
@@ -228,20 +225,10 @@ class StepPlan:
 
     def _caller(self, call: PythonCall) -> Callable[[], None]:
         """A function that makes a call with what is in memory."""
-        of_all = [self._view(each) if isinstance(each, Array) else each for each in call.leaves]
-        outs = [None if each is None else self._view(each) for each in call.outs]
-        arrays = [each if isinstance(each, Array) else None for each in call.leaves]
-        if call.of_all_rows:
-            views = [_Views(of_all, outs)]
-        else:
-            views = [
-                _Views(
-                    [each if array is None else _row(each, array, row) for each, array in zip(of_all, arrays, strict=True)],
-                    [None if each is None else _row(each, array, row) for each, array in zip(outs, call.outs, strict=True)],
-                )
-                for row in range(self.rows)
-            ]
-        truths = [index for index, array in enumerate(arrays) if array is not None and array.dtype == torch.bool]
+        together = [slice(None)] if call.of_all_rows else range(self.rows)
+        views = [[[self._part(each, rows) for each in part] for part in (call.leaves, call.outs)] for rows in together]
+        is_truth = [isinstance(each, Array) and each.dtype == torch.bool for each in call.leaves]
+        truths = [index for index, is_one in enumerate(is_truth) if is_one]
 
         def run() -> None:
             for leaves, outs in views:
@@ -259,15 +246,17 @@ class StepPlan:
 
         return run
 
+    def _part(self, leaf: Any, rows: Any) -> Any:
+        """An array of all rows, or that of one in the shape that was recorded; anything else as it is."""
+        if not isinstance(leaf, Array):
+            return leaf
+        view = self._view(leaf)[rows]
+        return view if isinstance(rows, slice) else view.as_strided(leaf.shape, leaf.strides)
+
     def _current(self, leaf: Any) -> Any:
         if leaf is HybridCache:
             return self._cache
-        return self._values[leaf] if isinstance(leaf, StageValue) else leaf
-
-
-def _row(view: torch.Tensor, array: Array, row: int) -> torch.Tensor:
-    """An array of one row, in the shape that was recorded."""
-    return view[row].as_strided(array.shape, array.strides) if array.shape else view[row]
+        return self._masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
 
 
 def _attention(

@@ -43,7 +43,6 @@ from .step.instructions import (
     Place,
     ProductOf,
 )
-from .step.memory import LayerWeights, Projection, States, StepMemory
 from .step.program import StepProgram
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
@@ -72,7 +71,6 @@ __all__ = [
     "ExpertCall",
     "Instruction",
     "KernelsDisabledError",
-    "LayerWeights",
     "Memory",
     "Multiply",
     "Operation",
@@ -81,11 +79,8 @@ __all__ = [
     "Place",
     "ProductOf",
     "Products",
-    "Projection",
     "QuantizedBlocks",
     "Shape",
-    "States",
-    "StepMemory",
     "StepProgram",
     "StoredBlocks",
     "Strided",

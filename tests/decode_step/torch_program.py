@@ -33,7 +33,9 @@ class TorchProgram:
         self, operations: Sequence[Operation], rows: int, scratch: Mapping[int, int], given: Mapping[int, Memory]
     ):
         self.operations, self.rows = operations, rows
-        self._scratch = {key: torch.full((rows, -(-size // 64) * 64), 255, dtype=torch.uint8) for key, size in scratch.items()}
+        self._scratch = {
+            key: torch.full((rows, -(-size // 64) * 64), 255, dtype=torch.uint8) for key, size in scratch.items()
+        }
         of_scratch = {key: Memory(each.data_ptr(), each.stride(0)) for key, each in self._scratch.items()}
         self._memory = {**given, **of_scratch}
         assert not any(isinstance(each, Attend) for each in operations)
