@@ -32,7 +32,6 @@ from .translation import FORMULAS, Operand, translate
 # Truth is a number in a program.
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.bool: FLOAT32}
 _TRUTHS = {"copy", "eq", "ne", "lt", "le", "gt", "ge", "mul", "maximum", "where"}
-_MOST_DIMS = 4
 # In the place of a storage: of a mask that hides nothing, and of what is not numbers in memory.
 _MASK, _NOWHERE = -1, -2
 # The name of the argument that is a mask.
@@ -147,8 +146,8 @@ class Recorder:
         self._paused = 0
         update = cache.update
         cache.update = partial(self._update, update)  # type: ignore[method-assign]
-        for name in _OF_LINEAR_ATTENTION:
-            setattr(cache, name, partial(self._refuse_linear_states, name, getattr(cache, name)))
+        for name in _ASKED:
+            setattr(cache, name, partial(self._refuse_questions, name, getattr(cache, name)))
 
     def call(self, stage: int, module: nn.Module, args: Any, options: Any) -> Any:
         """
@@ -177,7 +176,7 @@ class Recorder:
     def close(self) -> None:
         """Let go of all that was needed while recording."""
         self._alive.clear()
-        for name in ("update", *_OF_LINEAR_ATTENTION):
+        for name in ("update", *_ASKED):
             vars(self.cache).pop(name, None)
 
     def _take_arguments(self, stage: int, module: nn.Module, args: Any, options: Any) -> None:
@@ -267,39 +266,19 @@ class Recorder:
             self._note_call(function, args, options, result, writes=writes)
         return result
 
-    def write(self, name: str, out: torch.Tensor, *operands: Operand, reduced: int = 0) -> bool:
+    def write(self, name: str, out: torch.Tensor, *operands: Operand, is_reduction: bool = False) -> bool:
         """Write an instruction, see `translate`."""
-        arrays = [self._array(each) if isinstance(each, torch.Tensor) else float(each) for each in operands]
-        of_out = self._array(out)
-        tensors = [each for each in arrays if isinstance(each, Array)]
-        if any(each.dtype not in _KINDS for each in (of_out, *tensors)):
-            return False
         if out.dtype == torch.bool:
-            if name == "copy" and tensors and tensors[0].dtype != torch.bool:
-                name, arrays = "ne", [*arrays, 0.0]
+            if name == "copy" and isinstance(operands[0], torch.Tensor) and operands[0].dtype != torch.bool:
+                name, operands = "ne", (*operands, 0.0)
             if name not in _TRUTHS:
                 return False
-        shape = max((each.shape for each in tensors), key=len) if reduced else of_out.shape
-        strides = [_broadcast(each, shape) for each in tensors]
-        if reduced:
-            kept = len(shape) - reduced
-            inner = _joined(shape[kept:], [each[kept:] for each in strides])
-            outer = _joined(shape[:kept], [(*of_out.strides,), *(each[:kept] for each in strides)])
-            if len(inner[0]) != 1 or len(outer[0]) >= _MOST_DIMS:
-                return False
-            shape = (*outer[0], *inner[0])
-            strides = [outer[1][0], *((*a, *b) for a, b in zip(outer[1][1:], inner[1], strict=True))]
-        else:
-            shape, strides = _joined(shape, [_broadcast(of_out, shape), *strides])
-            if len(shape) > _MOST_DIMS:
-                return False
-        places = [
-            Place(each.storage, _KINDS[each.dtype], each.offset, of_each)
-            for each, of_each in zip((of_out, *tensors), strides, strict=True)
-        ]
-        in_turn = iter(places[1:])
-        given = tuple(next(in_turn) if isinstance(each, Array) else each for each in arrays)
-        self.recording.steps.append(Instruction(name, shape, places[0], given))
+        if any(each.dtype not in _KINDS for each in (out, *operands) if isinstance(each, torch.Tensor)):
+            return False
+        shape = tuple(operands[0].shape if is_reduction and isinstance(operands[0], torch.Tensor) else out.shape)
+        places = [self._place(each, shape) if isinstance(each, torch.Tensor) else float(each) for each in operands]
+        of_out = self._place(out)
+        self.recording.steps.append(Instruction(name, shape or (1,), of_out, tuple(places)))
         return True
 
     @contextlib.contextmanager
@@ -416,8 +395,8 @@ class Recorder:
         view.states = self._refuse_states
         return handles
 
-    def _refuse_linear_states(self, name: str, function: Any, *args: Any, **options: Any) -> Any:
-        if not self._paused:
+    def _refuse_questions(self, name: str, function: Any, *args: Any, **options: Any) -> Any:
+        if self._modules and not self._paused:
             raise self._opaque_error(f"{name} of the cache")
         return function(*args, **options)
 
@@ -470,9 +449,10 @@ class Recorder:
         self.recording.steps.append(Multiply(tuple(together)))
         return out
 
-    def _place(self, tensor: torch.Tensor) -> Place:
-        array = self._array(tensor)
-        return Place(array.storage, _KINDS[array.dtype], array.offset, array.strides)
+    def _place(self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Place:
+        """A tensor, repeated to a shape, as instructions have it."""
+        array = self._array(tensor if shape is None else tensor.expand(shape))
+        return Place(array.storage, _KINDS[array.dtype], array.offset, array.strides or (0,))
 
     def _attend_at_once(self, args: Any, options: Any) -> torch.Tensor:
         given = inspect.signature(_attention).bind(*args, **options).arguments
@@ -574,35 +554,6 @@ def mask_of(position: int | None, args: Any, options: Any) -> Any:
     return options.get(MASK) if position is None or position >= len(args) else args[position]
 
 
-def _broadcast(array: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of an array in a shape that it is repeated to."""
-    missing = len(shape) - len(array.shape)
-    sizes = zip(array.shape, array.strides, shape[missing:], strict=True)
-    return (*[0] * missing, *(0 if size == 1 and wanted != 1 else stride for size, stride, wanted in sizes))
-
-
-def _joined(
-    shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The same numbers in fewer dimensions: those of one number left out, and those that lie as one joined."""
-    sizes: list[int] = []
-    of_each: list[list[int]] = [[] for _ in strides]
-    for dim, size in enumerate(shape):
-        if size == 1:
-            continue
-        if sizes and all(one[-1] == each[dim] * size for one, each in zip(of_each, strides, strict=True)):
-            sizes[-1] *= size
-            for one, each in zip(of_each, strides, strict=True):
-                one[-1] = each[dim]
-            continue
-        sizes.append(size)
-        for one, each in zip(of_each, strides, strict=True):
-            one.append(each[dim])
-    if not sizes:
-        return (1,), [(0,) for _ in strides]
-    return tuple(sizes), [*map(tuple, of_each)]
-
-
 def _of_heads(array: Array) -> Place:
     """Queries, keys, values or outputs, `[1, heads, 1, head_dim]`, as `[heads, head_dim]`."""
     return Place(array.storage, _KINDS[array.dtype], array.offset, (array.strides[1], array.strides[3]))
@@ -637,8 +588,8 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((*_MATMUL, torch.mm, torch.Tensor.mm), _times),
     torch.addmm: _plus,
 }
-# Methods of a cache that give states of linear attention.
-_OF_LINEAR_ATTENTION = ("get_conv_state", "update_conv_state", "update_recurrent_state")
+# Methods of a cache whose answers are others in each step.
+_ASKED = ("get_seq_length", "get_mask_sizes", "get_conv_state", "update_conv_state", "update_recurrent_state")
 # What the dispatcher does not see: numbers that go into Python, or into kernels.
 _READERS = {
     torch.Tensor.tolist,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ..kernels import REDUCTIONS
 
 Operand = torch.Tensor | float
-# Writes an instruction over the dimensions of a tensor, and further ones that it reduces; returns whether there is one.
+# Writes an instruction; returns whether there is one for such numbers.
 Write = Callable[..., bool]
 
 
@@ -24,7 +24,7 @@ def translate(write: Write, name: str, outs: Sequence[torch.Tensor], args: Any, 
     Write what an operation of torch computes.
 
     Args:
-        write: takes the name of an instruction, the result, operands, and how many last dimensions are `reduced`.
+        write: takes the name of an instruction, the result and operands; a reduction is over their last dimension.
         name: of the operation, without an underscore that says that it writes to its first argument.
         outs: its results, with memory.
         args: its arguments.
@@ -74,11 +74,14 @@ def _stacked(write: Write, out: torch.Tensor, tensors: Sequence[torch.Tensor], d
 
 
 def _reduced(name: str, write: Write, out: torch.Tensor, x: torch.Tensor, dims: Any = None, keep: bool = False) -> bool:
-    """Reduce some dimensions, or all, which are brought to the end."""
+    """Reduce a dimension, which is brought to the end; others may be of one number."""
     dims = range(x.dim()) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
-    last = sorted(dim % x.dim() for dim in dims)
-    kept = [dim for dim in range(x.dim()) if dim not in last]
-    return write(name, out.view([x.shape[dim] for dim in kept]), x.permute(*kept, *last), reduced=len(last))
+    last = {dim % x.dim() for dim in dims}
+    reduced = [dim for dim in last if x.shape[dim] > 1] or [*last]
+    kept = [dim for dim in range(x.dim()) if dim != reduced[0]]
+    has_one = len(reduced) == 1 or out.numel() == x.numel()
+    moved = x.permute(*kept, reduced[0])
+    return has_one and write(name, out.view(moved.shape[:-1]), moved, is_reduction=True)
 
 
 _SAME = "neg abs exp expm1 log log1p tanh sigmoid erf sqrt rsqrt reciprocal mul maximum minimum eq ne lt le gt ge where"
