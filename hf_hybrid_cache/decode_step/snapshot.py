@@ -55,7 +55,7 @@ class Snapshot:
         chosen = [registry[name] for registry in REGISTRIES if name in registry]
         roots = [*_methods(kinds), *chosen]
         self._spaces, self._names, found = _used(roots)
-        homes = {*_PACKAGES, *(kind.__module__ for kind in kinds)}
+        homes = {*_PACKAGES, *(base.__module__ for kind in kinds for base in kind.__mro__)}
         functions = (function for value in (*roots, *found) for function in _functions_in(value))
         self.foreign = next((each for each in functions if not _is_from(each, homes)), None)
 

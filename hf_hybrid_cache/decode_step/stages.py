@@ -11,11 +11,32 @@ from torch import nn
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
 
-# What a stage is called with: its number, its module, its arguments and those by name.
+# Calls a stage: its number, its module, its arguments and those by name.
 CallOfStage = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
 CallOfModule = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Pass:
+    """
+    A forward pass that comes to one stage after the other. What stands for them knows it, and not the decoder.
+
+    Attributes:
+        call: calls a stage.
+        call_before: calls the children that are stages only once a layer was called.
+        number: of the next stage.
+    """
+
+    call: CallOfStage | None = None
+    call_before: CallOfModule
+    number = 0
+
+    def to_stage(self, module: nn.Module, args: Any, options: Any) -> Any:
+        assert self.call is not None
+        self.number += 1
+        return self.call(self.number - 1, module, args, options)
+
+    def to_other(self, module: nn.Module, args: Any, options: Any) -> Any:
+        return (self.to_stage if self.number else self.call_before)(module, args, options)
 
 
 class _StandIn(nn.Module):
@@ -38,40 +59,37 @@ class Stages:
 
     Args:
         decoder: whose forward runs.
-        call: calls a stage.
         names: of the children that are stages once a layer was called, see `stage_names`.
-        call_before: calls these children before that.
     """
 
-    def __init__(self, decoder: Any, call: CallOfStage, names: Iterable[str], call_before: CallOfModule | None = None):
-        self._call, self._call_before, self._forward = (
-            call,
-            call_before or call_module,
-            undecorated(type(decoder).forward),
-        )
-        self._number = 0
+    def __init__(self, decoder: Any, names: Iterable[str]):
+        self._forward, self._pass = undecorated(type(decoder).forward), _Pass()
         children, layers = dict(decoder._modules), layers_of(decoder)
         for name in names:
             child = children[name]
             if child is layers:
-                children[name] = nn.ModuleList(_StandIn(layer, self._call_stage) for layer in layers)
+                children[name] = nn.ModuleList(_StandIn(layer, self._pass.to_stage) for layer in layers)
             elif child is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                children[name] = _StandIn(child, self._call_other)
+                children[name] = _StandIn(child, self._pass.to_other)
         self._copy = copy.copy(decoder)
         vars(self._copy)["_modules"] = children
         vars(self._copy).pop("forward", None)
 
-    def run(self, cache: HybridCache, **given: Any) -> Any:
-        """Run the forward of the decoder with a cache; return what it returns."""
-        self._number = 0
-        return self._forward(self._copy, use_cache=True, **given, **cache_argument(cache))
+    def run(self, cache: HybridCache, call: CallOfStage, call_before: CallOfModule | None = None, **given: Any) -> Any:
+        """
+        Run the forward of the decoder; return what it returns.
 
-    def _call_stage(self, module: nn.Module, args: Any, options: Any) -> Any:
-        self._number += 1
-        return self._call(self._number - 1, module, args, options)
-
-    def _call_other(self, module: nn.Module, args: Any, options: Any) -> Any:
-        return (self._call_stage if self._number else self._call_before)(module, args, options)
+        Args:
+            cache: of the decoder.
+            call: calls a stage.
+            call_before: calls the children that are stages only once a layer was called; `None` for as they are.
+            given: further arguments of the decoder.
+        """
+        self._pass.number, self._pass.call, self._pass.call_before = 0, call, call_before or call_module
+        try:
+            return self._forward(self._copy, use_cache=True, **given, **cache_argument(cache))
+        finally:
+            self._pass.call = None
 
 
 class _AtLayersError(Exception):
@@ -93,9 +111,9 @@ def stage_names(decoder: Any) -> tuple[str, ...]:
     def end(*_: Any) -> None:
         raise _AtLayersError
 
-    stages = Stages(decoder, end, decoder._modules, note)
+    stages = Stages(decoder, decoder._modules)
     with torch.no_grad(), contextlib.suppress(_AtLayersError):
-        stages.run(HybridCache(decoder.config), input_ids=random_tokens(decoder, 1, 1))
+        stages.run(HybridCache(decoder.config), end, note, input_ids=random_tokens(decoder, 1, 1))
     return tuple(name for name, child in decoder._modules.items() if not any(child is each for each in called))
 
 
@@ -119,8 +137,7 @@ def call_module(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any
 
 def run_own(decoder: Any, cache: HybridCache, tokens: torch.Tensor) -> torch.Tensor:
     """Run the decoder's own forward; return its states."""
-    stages = Stages(decoder, lambda stage, *call: call_module(*call), ())
-    states: torch.Tensor = stages.run(cache, input_ids=tokens)[0]
+    states: torch.Tensor = Stages(decoder, ()).run(cache, lambda *_: None, input_ids=tokens)[0]
     return states
 
 

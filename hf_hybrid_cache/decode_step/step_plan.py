@@ -38,7 +38,7 @@ class StepPlan:
         self, decoder: nn.Module, names: tuple[str, ...], recording: Recording, steps: Sequence[Step], rows: int
     ):
         self.rows, self._recording, self._all_steps = rows, recording, steps
-        self._stages = Stages(decoder, self._call_stage, names)
+        self._stages = Stages(decoder, names)
         self._wanted: dict[int, list[int]] = {}
         for stage, leaf in recording.inputs:
             self._wanted.setdefault(stage, []).append(leaf)
@@ -94,7 +94,7 @@ class StepPlan:
         """
         self._cache, self._values, self._masks = cache, {}, []
         try:
-            return self._stages.run(cache, **given)
+            return self._stages.run(cache, self._call_stage, **given)
         finally:
             self._cache, self._values, self._masks = None, {}, []
 
@@ -119,7 +119,7 @@ class StepPlan:
         steps.begin()
         for view, value in inputs:
             view.copy_(value)
-        self._program.run(self._calls)
+        self._program.run([partial(call, self) for call in self._calls])
         steps.end(self._queries)
         self._steps = steps
         return self._result.clone()
@@ -173,7 +173,8 @@ class StepPlan:
         ]
         self._program = StepProgram(operations, rows, scratch, given)
         self._calls = [
-            partial(self._attend, step) if isinstance(step, Attend) else self._caller(step) for step in by_python
+            partial(StepPlan._attend, step=step) if isinstance(step, Attend) else self._caller(step)
+            for step in by_python
         ]
         self._inputs = {source: self._view(array) for source, array in recording.inputs.items()}
         self._result = self._view(recording.result)
@@ -223,16 +224,16 @@ class StepPlan:
         out = _attention(query, keys, values, step.scale, step.cap, sinks)
         self._states(step.out, heads, step.value_dim).copy_(out)
 
-    def _caller(self, call: PythonCall) -> Callable[[], None]:
+    def _caller(self, call: PythonCall) -> Callable[["StepPlan"], None]:
         """A function that makes a call with what is in memory."""
         together = [slice(None)] if call.of_all_rows else range(self.rows)
         views = [[[self._part(each, rows) for each in part] for part in (call.leaves, call.outs)] for rows in together]
         is_truth = [isinstance(each, Array) and each.dtype == torch.bool for each in call.leaves]
         truths = [index for index, is_one in enumerate(is_truth) if is_one]
 
-        def run() -> None:
+        def run(plan: "StepPlan") -> None:  # a plan that refers to itself would keep the weights alive
             for leaves, outs in views:
-                given = [self._current(each) for each in leaves]
+                given = [plan._current(each) for each in leaves]
                 for index in truths:
                     given[index] = leaves[index].bool()
                 args, options = tree_unflatten(given, call.spec)

@@ -98,7 +98,7 @@ def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     while True:
         recorder = Recorder(copy.deepcopy(cache), opaque)
         try:
-            Stages(decoder, recorder.call, names).run(recorder.cache, input_ids=random_tokens(decoder, 1, 1))
+            Stages(decoder, names).run(recorder.cache, recorder.call, input_ids=random_tokens(decoder, 1, 1))
         except OpaqueError:
             continue
         finally:

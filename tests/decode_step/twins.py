@@ -28,6 +28,7 @@ from transformers import (
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
+from hf_hybrid_cache.layers import HybridLayer
 
 from models.tiny_models import COMMON, random_prompt
 
@@ -102,7 +103,8 @@ class Twins:
 
     def steps(self, number: int, seed: int = 0) -> int:
         """Run steps with random tokens; return how many ran in one call."""
-        before, rows = self.fused.fused_steps, self.own.layers[0].batch
+        before, layer = self.fused.fused_steps, self.own.layers[0]
+        rows = layer.batch if isinstance(layer, HybridLayer) else layer.keys.shape[0]
         for token in random_prompt(rows, number, seed).split(1, dim=1):
             self.forward(token)
         return self.fused.fused_steps - before
