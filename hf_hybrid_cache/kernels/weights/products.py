@@ -266,6 +266,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         clear_numbers(out, num_pairs * given.rows)
     operand = np.empty(places * given.operand_columns * (2 if is_quantized else 4), np.uint8)
     numbers = np.empty((2, places * given.groups), np.float32)
+    token_step = given.columns * 2 if is_gated else given.columns
     product = Product(
         weights=weights,
         places=places,
@@ -274,7 +275,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         starts=routing.starts.ctypes.data,
         tokens=tokens.address,
         tokens_are_bfloat16=tokens.is_bfloat16,
-        token_step=given.columns * (2 if is_gated else 1),
+        token_step=token_step,
         pairs_of_token=pairs_of_token,
         is_gated=is_gated,
         operand=operand.ctypes.data,
