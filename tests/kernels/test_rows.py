@@ -46,6 +46,7 @@ OF_TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "copy": torch.clone,
     "addcmul": lambda a, b, c: (a.double() + b.double() * c.double()).float(),
     "where": lambda a, b, c: torch.where(a != 0, b, c),
+    "sqrt": lambda a: a.double().sqrt(),  # torch's own is not the nearest number
     "sum": lambda a: a.double().sum(-1),
     "mean": lambda a: a.double().mean(-1),
     "amax": lambda a: a.amax(-1),
@@ -205,7 +206,7 @@ LENGTHS = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 576, 1024, 1025, 5000])
 EXACT = ["copy", "neg", "abs", "sqrt", "add", "sub", "mul", "div", "maximum", "minimum", "ge", "where"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([*EXACT, *sorted(REDUCTIONS)]))
 def test_instruction_when_arrays_lie_anyhow_then_as_torch_and_nothing_else_is_written(
     data: st.DataObject, name: str
@@ -410,7 +411,8 @@ class Layer:
 
     def run(self, rows: list[int]) -> torch.Tensor:
         program, given = self.recorded.program(rows)
-        program.take([self.blocks(rows)])
+        blocks = self.blocks(rows)
+        program.take([blocks])
         program.run()
         return given[self.out.storage]
 

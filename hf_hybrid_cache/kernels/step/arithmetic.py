@@ -17,8 +17,6 @@ from numba.extending import intrinsic
 from ..vector import vector_ir as vec
 from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LOG2_E, floats, ints
 
-# A float plus this has its nearest integer in the last bits; and the bits of this.
-_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
 # ln 2 as the difference of two floats, of which a small integer times the first is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, 2.12194440e-4
 # Of (e^x - 1 - x) / x^2, x in [-ln 2 / 2, ln 2 / 2].
@@ -80,12 +78,12 @@ def _power_of_two(b: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
 
 def _reduced_exp(b: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """An integer n, and e^y - 1 for y = x - n ln 2."""
-    shifted = vec.multiply_add(b, x, floats(LOG2_E), floats(_SHIFT))
-    whole = b.fsub(shifted, floats(_SHIFT))
+    exponent = vec.nearest_integers(b, x, floats(LOG2_E))
+    whole = b.sitofp(exponent, FLOATS)
     rest = vec.multiply_add(b, whole, floats(-_LN2_HIGH), x)
     rest = vec.multiply_add(b, whole, floats(_LN2_LOW), rest)
     power = vec.multiply_add(b, _polynomial(b, rest, _EXP), b.fmul(rest, rest), rest)
-    return b.sub(b.bitcast(shifted, INTS), ints(_SHIFT_BITS)), power
+    return exponent, power
 
 
 def _exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:

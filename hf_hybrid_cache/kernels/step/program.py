@@ -142,7 +142,7 @@ class StepProgram:
 
     def take(self, layers: Sequence[StoredBlocks]) -> None:
         """
-        Take the records of a cache's layers, which count the token to come already.
+        Take the records of a cache's layers, which count the token to come already. The caller keeps them.
 
         Further tokens of the same blocks are counted there.
         """
@@ -275,6 +275,7 @@ class StepProgram:
 
     def _attend(self, attend: Attend) -> None:
         """Add attention, and before it what writes keys and values and takes the queries."""
+        assert attend.query.strides[-1] == attend.out.strides[-1] == 1
         rows, heads = self._rows, attend.num_kv_heads
         shape = Shape(rows, heads, attend.group, 1, attend.key_dim, attend.value_dim)
         if shape not in self._workspaces:

@@ -209,11 +209,11 @@ def _reduce(row, address, work):
     code, out = call_at(address, Code), call_at(address + CODE_BYTES, Array)
     array, buffer = call_at(address + CODE_BYTES + ARRAY_BYTES, Array), work + 2 * CACHE_LINE
     for line in range(code.lines):
-        result = begin_reduction(code.code, work)
+        result = first = begin_reduction(code.code, work)
         for column in range(0, code.columns, CHUNK):
             count = min(CHUNK, code.columns - column)
             if count % LANES:
-                floats_at(buffer + count // LANES * CACHE_LINE, LANES)[:] = floats_at(work, LANES)
+                floats_at(buffer + count // LANES * CACHE_LINE, LANES)[:] = first
             place = _operand(row, array, address, line, 1, column, count, buffer)
             result = reduce(code.code, place, (count + LANES - 1) // LANES, work)
         if code.code == _MEAN:
