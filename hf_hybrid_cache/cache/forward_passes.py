@@ -64,6 +64,11 @@ class ForwardPasses:
             self._reached, self._first_access = layer_idx, (layer_idx, access)
         self._keeps_linear_states |= layer_idx in self._linear
 
+    def note_reached(self, layer_idx: int) -> None:
+        """Note that the pass has come as far as a layer, or further."""
+        self.are_asked_about = False
+        self._reached = max(self._reached, layer_idx)
+
     def require_reached(self, layer_idx: int) -> None:
         """Raise `IncompleteCacheError` if the passes before have not reached this layer, which holds nothing."""
         if self.tokens_before and layer_idx in self._contents.of_text:

@@ -8,7 +8,7 @@ import torch
 
 from ..attention import blocks_of, place_of
 from ..layers import HybridLayer
-from ..storage import Store, mean_squares
+from ..storage import Store
 from .hybrid_cache import HybridCache
 
 
@@ -20,13 +20,16 @@ def is_unaltered(cache_or_layer: object) -> bool:
 
 class WholeSteps:
     """
-    Steps of one token, of which a kernel writes keys and values to all layers. They keep nothing of the cache alive.
+    Steps of one token, of which a kernel writes keys and values to our layers. They keep nothing of the cache alive.
 
     Args:
         cache: its tokens.
-        indices: of the layers of the model.
+        layers: indices of the layers of attention of the model. Those of transformers' own get keys and values by
+            `update` within the step.
+        has_updates: whether the step calls the cache for anything else.
 
     Attributes:
+        indices: of our layers.
         blocks: the records of the layers' tokens, to which a step adds the next one.
         num_left: how many steps may follow now; 0 if a layer has something else to do first.
         why_none: the reason why not, or an empty string.
@@ -35,22 +38,24 @@ class WholeSteps:
         IncompleteCacheError: something has ended a change of the cache half-way.
     """
 
-    def __init__(self, cache: HybridCache, indices: Sequence[int]):
-        self._cache, self._indices = weakref.ref(cache), indices
-        layers = [cache.layers[index] for index in indices if index < len(cache.layers)]
-        ours = [layer for layer in layers if isinstance(layer, HybridLayer) and is_unaltered(layer)]
+    def __init__(self, cache: HybridCache, layers: Sequence[int], has_updates: bool = False):
+        self._cache = weakref.ref(cache)
+        found: dict[int, Any] = {index: cache.layers[index] for index in sorted(layers) if index < len(cache.layers)}
+        self.indices = tuple(index for index, layer in found.items() if isinstance(layer, HybridLayer))
+        self._has_updates = has_updates or len(self.indices) < len(layers) or not layers
+        ours = [found[index] for index in self.indices if is_unaltered(found[index])]
         stores = [store for layer in ours if (store := layer.store_in_place()) is not None]
         self.num_left, self.why_none = 0, ""
-        if len(ours) < len(indices):
+        if len(found) < len(layers) or len(ours) < len(self.indices):
             self.why_none = "the cache has layers of another kind"
-        elif not any(layer.get_seq_length() for layer in ours):
+        elif not cache._contents.num_tokens:
             self.why_none = "the cache holds no tokens"
-        elif len(stores) < len(indices):
+        elif len(stores) < len(ours):
             self.why_none = "the CPU does not attend to all tokens of every layer in one place"
         elif len({store.num_tokens for store in stores}) > 1:
             self.why_none = "layers of the cache hold different tokens"
         else:
-            self.num_left = min(store.make_place() for store in stores)
+            self.num_left = min((store.make_place() for store in stores), default=1)
             self.why_none = "" if self.num_left else "a layer of the cache packs a block"
         self.blocks = [blocks_of(store) for store in stores] if self.num_left else []
         self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
@@ -65,9 +70,11 @@ class WholeSteps:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that every layer holds."""
-        store = self._stores[0]()
-        assert store is not None
-        return store.num_tokens
+        if stores := self.stores:
+            return stores[0].num_tokens
+        cache = self._cache()
+        assert cache is not None
+        return cache._contents.num_tokens
 
     def are_of(self, cache: HybridCache) -> bool:
         """Return whether a step may follow in this cache, of which nothing but these steps has changed a layer."""
@@ -92,7 +99,8 @@ class WholeSteps:
         """
         cache: Any = self._cache()
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
-        cache._passes.note_access(self._indices[0], "keys and values")
+        if not self._has_updates:
+            cache._passes.note_access(self.indices[0], "keys and values")
         cache._stores.note_pass(0)
         self.count_next()
 
@@ -102,8 +110,8 @@ class WholeSteps:
         for blocks in self.blocks:
             blocks.count(num_tokens)
 
-    def end(self, queries: torch.Tensor) -> None:
-        """Count the token that is written to all layers; `[layers, batch, heads, 1, head_dim]` have attended to it."""
+    def end(self, queries: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Count the token that is written to all of our layers; `[batch, heads, 1, head_dim]` have attended to them."""
         cache: Any = self._cache()
         stores = self.stores
         try:
@@ -113,12 +121,13 @@ class WholeSteps:
             for store in stores:
                 store.forget_uncounted()
             raise
-        cache._passes.note_access(self._indices[-1], "keys and values")
+        if self.indices:
+            cache._passes.note_reached(self.indices[-1])
         if cache._prompts.are_asked_about:
             cache._prompts.note_stored()
         if any(store.wants_queries for store in stores):
-            squares = mean_squares(queries, stores[0].shape.num_kv_heads)
-            for store, each in zip(stores, squares, strict=True):
-                store.observe_squares(each)
-        self.num_left -= 1
+            of_layers = dict(zip(self.indices, stores, strict=True))
+            for index, each in queries:
+                of_layers[index].observe(each)
+        self.num_left -= bool(stores)
         self._versions = [store.version for store in stores]

@@ -1,23 +1,24 @@
-"""A model whose decode steps run in one call, where a step is of the known kind."""
+"""A model whose decode steps run in one call, where a step is one that was recorded."""
 
 import contextlib
 import inspect
 import weakref
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import output_capturing
 
 from ..cache import HybridCache, is_unaltered
-from ..cache_argument import cache_argument, passed_cache
-from .known_models import KnownModel, UnknownStepError, is_own_forward, known_model, unknown_step
+from ..cache_argument import passed_cache
 from .snapshot import Snapshot
-from .step_plan import StepPlan
-from .trial import require_alike
+from .stages import layers_of, stage_names, undecorated
+from .step_plan import StepPlan, UnfitStepError
+from .trial import RecordedStep, UnknownStepError, recorded_step, refusing, unknown_step
 
 # More rows are those of a prompt, for which products of many tokens are faster.
 MOST_ROWS = 8
@@ -26,14 +27,16 @@ _TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache
 _TAKEN |= {"logits_to_keep"}
 # Those that only another pass has as `False`.
 _OFF = {"use_cache", "return_dict"}
+# Those of the backward pass do nothing where no gradients are recorded.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass
 class _Recognised:
-    """A model as it was at one time: how its steps run in one call, or why they do not."""
+    """A model as it was at one time: its step, or why that does not run in one call."""
 
     snapshot: Snapshot
-    known: KnownModel | str
+    step: RecordedStep | str
     # A plan has memory for one step. A thread takes it out, and another one meanwhile makes one for itself.
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -111,9 +114,15 @@ class FusedDecode:
 
     def _run(self, decoder: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run a step; return the output of the model, or the reason why its own forward has to run."""
+        if args:
+            code = undecorated(type(decoder).forward).__code__
+            named = dict(zip(code.co_varnames[1 : code.co_argcount], args, strict=False))
+            if len(named) < len(args) or named.keys() & given.keys():
+                return "the arguments are not those of a step"
+            given = {**named, **given}
         cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
         given_as: Any = states if tokens is None else tokens
-        if args or (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
+        if (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
             return "the arguments are not those of a step"
         if not isinstance(cache, HybridCache) or not is_unaltered(cache):
             return "the cache is not of this package"
@@ -125,46 +134,84 @@ class FusedDecode:
         if why_other := _why_other(decoder, given):
             return why_other
         recognised = self.recognise(decoder)
-        if isinstance(recognised.known, str):
-            return recognised.known
+        if isinstance(recognised.step, str):
+            return recognised.step
         plan = None
         with contextlib.suppress(IndexError):
             plan = recognised.plans.pop()
         if plan is None or plan.rows != rows:
-            plan = StepPlan(recognised.known, rows)
+            plan = recognised.step.plan(decoder, rows)
         out = _step(plan, decoder, cache, given)
         recognised.plans[:] = [plan]
         return out
 
 
-def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, KnownModel | str]:
-    """Note what a model is, and recognise it; return the reason if its steps cannot run in one call."""
-    snapshot = Snapshot(decoder)
+def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
+    """Note what a model is, and record its step; return the reason if that cannot run in one call."""
+    name, names = type(decoder).__name__, tuple[str, ...](decoder._modules)
     try:
-        known = known_model(decoder)
+        _raise_first(_unfit_weights(decoder), name)
+        with refusing(name):
+            names = stage_names(decoder)
+        snapshot = Snapshot(decoder, names)
+        _raise_first(_code_of_others(decoder, names), name)
         if (other := snapshot.foreign) is not None:
-            raise unknown_step(known.name, f"it calls {other.__qualname__} of {other.__code__.co_filename}")
-        require_alike(known, decoder)
+            raise unknown_step(name, f"it calls {other.__qualname__} of {other.__code__.co_filename}")
+        return snapshot, recorded_step(decoder, names)
     except UnknownStepError as error:
-        return snapshot, error.why
-    return snapshot, known
+        return Snapshot(decoder, names), error.why
 
 
 def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any]) -> Any:
     """Run a step over a cache; return the output of the model, or the reason why its own forward has to run."""
     if why_not := plan.take(cache):
         return why_not
-    num_tokens, states = plan.num_tokens, given.get("inputs_embeds")
-    if not _sees_all(given.get("attention_mask"), plan.rows, num_tokens + 1):
+    if not _sees_all(given.get("attention_mask"), plan.rows, plan.num_tokens + 1):
         return "a mask hides tokens"
-    states = decoder.get_input_embeddings()(given["input_ids"]) if states is None else states
-    positions = given.get("position_ids")
-    positions = torch.full((1, 1), num_tokens) if positions is None else positions
-    angles = decoder.rotary_emb(states, position_ids=positions)
-    if why_not := plan.unfit(states, *angles):
-        return why_not
-    out = plan.run(states, *angles)
-    return BaseModelOutputWithPast(last_hidden_state=out, **cache_argument(cache))
+    names = ("input_ids", "inputs_embeds", "position_ids")
+    try:
+        return plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
+    except UnfitStepError as error:
+        return str(error)
+
+
+def _raise_first(reasons: Iterator[str], name: str) -> None:
+    for reason in reasons:
+        raise unknown_step(name, reason)
+
+
+def _unfit_weights(decoder: Any) -> Iterator[str]:
+    """What keeps a step from being recorded before anything runs."""
+    if not layers_of(decoder):
+        yield "it has no list of layers"
+    weights = [*decoder.parameters()]
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    if others := dtypes - {torch.float32, torch.bfloat16}:
+        yield f"it is in {' and '.join(sorted(map(str, others)))}, not in torch.float32 or torch.bfloat16"
+    if devices := {weight.device.type for weight in weights} - {"cpu"}:
+        yield f"its weights are on {' and '.join(sorted(devices))}, not in host memory"
+
+
+def _code_of_others(decoder: Any, names: tuple[str, ...]) -> Iterator[str]:
+    """All that runs in the modules of stages beside their forward, or changes it."""
+    modules = [module for name in names for module in decoder._modules[name].modules()]
+    hooks = [getattr(module, name) for module in modules for name in _HOOKS]
+    hooks += [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
+    # Once outputs were asked for, transformers' hooks stay, and do nothing while none are collected.
+    if any(getattr(hook, "__module__", None) != output_capturing.__name__ for each in hooks for hook in each.values()):
+        yield "a module has hooks"
+    for attributes in map(vars, modules):
+        if "forward" in attributes and not is_own_forward(attributes["forward"], attributes):
+            yield "the forward of a module was replaced"
+        if attributes["training"]:
+            yield "a module is in training mode"
+
+
+def is_own_forward(forward: Any, attributes: Mapping[str, Any]) -> bool:
+    """Whether a forward that stands among the attributes of a module is that of its class, as accelerate leaves it."""
+    owner: Any = getattr(forward, "__self__", None)
+    kind: Any = type(owner)
+    return getattr(owner, "__dict__", None) is attributes and forward.__func__ is kind.forward
 
 
 def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
@@ -204,14 +251,14 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
     for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and why.
 
     Args:
-        model: of a known form: Llama, Mistral, Qwen2, Qwen3, SmolLM3, and others with the same layers. Its weights may
-            be quantized before or after.
+        model: any decoder whose step is one of rows; it is recorded as the model computes it. Its weights may be
+            quantized before or after.
 
     Returns:
         What runs the steps: a context manager that is undone at the end of a `with` block, or by `undo()`.
 
     Raises:
-        UnknownStepError: the model is not of a known form, or some of its layers, which are tried, give other results.
+        UnknownStepError: the step cannot be recorded, or gives other results than the model's own forward.
 
     Example:
         >>> quantize_weights(model, bits=4)
@@ -223,7 +270,7 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
     why: Any = "the forward of the model was replaced, as accelerate does it; load the model without device_map"
     try:
         if is_fused(model):
-            why = fused.recognise(decoder).known
+            why = fused.recognise(decoder).step
     except BaseException:
         fused.undo()
         raise
@@ -235,7 +282,7 @@ def fuse_decode(model: PreTrainedModel) -> FusedDecode:
 
 def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
     """
-    Let decode steps run in one call where the model is of a known form by then, and is on the CPU.
+    Let decode steps run in one call where the step of the model can be recorded by then, on the CPU.
 
     Nothing changes if another library has replaced the decoder's forward.
     """

@@ -38,21 +38,24 @@ class Snapshot:
     classes of modules and of the cache; and what their code, that of attention and of masks finds by global names.
     Embeddings and positions are left out: a step calls them as they are.
 
+    Args:
+        decoder: the decoder.
+        names: of its children that are stages of a step, or hold them.
+
     Attributes:
         foreign: a function that is neither torch's nor transformers' nor of the model's file, or `None`.
     """
 
-    def __init__(self, decoder: nn.Module):
-        called = [getattr(decoder, name, None) for name in ("embed_tokens", "rotary_emb")]
+    def __init__(self, decoder: nn.Module, names: Iterable[str]):
         # Not the decoder itself: its own attribute would keep it alive.
-        others = (child for child in decoder.children() if not any(child is each for each in called))
-        modules = [module for child in others for module in child.modules()]
+        children = (decoder._modules[name] for name in names)
+        modules = [module for child in children if child is not None for module in child.modules()]
         kinds = dict.fromkeys([type(decoder), *map(type, modules)])
         name = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
         chosen = [registry[name] for registry in REGISTRIES if name in registry]
         roots = [*_methods(kinds), *chosen]
         self._spaces, self._names, found = _used(roots)
-        homes = {*_PACKAGES, *(kind.__module__ for kind in kinds)}
+        homes = {*_PACKAGES, *(base.__module__ for kind in kinds for base in kind.__mro__)}
         functions = (function for value in (*roots, *found) for function in _functions_in(value))
         self.foreign = next((each for each in functions if not _is_from(each, homes)), None)
 

@@ -1,73 +1,148 @@
-"""Layers of a known model, run in one call and by the model's own forward."""
+"""Recording the step of a model, and stages of it that run both ways."""
 
+import contextlib
 import copy
-from dataclasses import replace
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..cache import HybridCache
-from ..cache_argument import cache_argument
-from .known_models import KnownModel, undecorated, unknown_step
-from .step_plan import StepPlan
+from ..errors import HybridCacheError
+from ..kernels import Multiply
+from ..layers import HybridLayer
+from .recording import OpaqueError, Recorder, Recording, Step, UnrecordableError
+from .schedule import schedule
+from .stages import Stages, random_tokens, run_own
+from .step_plan import StepPlan, UnfitStepError
 
-_PROMPT = 3
-# Relative to all numbers together: weights in full precision are multiplied with other sums than torch's.
+_PROMPT, _ROWS = 3, 2
+# Relative to all numbers together, of a few stages; roundings of more of them add up as random ones do.
 _MOST_APART = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Attributes that every module has.
-_OF_ALL = vars(nn.Module()).keys()
+_FEW_STAGES = 4
 
 
-def require_alike(known: KnownModel, decoder: Any) -> None:
+class UnknownStepError(HybridCacheError, ValueError):
     """
-    Run a step both ways, on random states: of the first layer, the last, and one of each kind between.
+    A model's decode step cannot run in one call.
+
+    Attributes:
+        why: the reason alone.
+    """
+
+    why = ""
+
+
+def unknown_step(name: str, why: str) -> UnknownStepError:
+    """Return the error that a decoder's step cannot run in one call."""
+    error = UnknownStepError(f"A decode step of {name} cannot run in one call: {why}. Its own forward goes on.")
+    error.why = why
+    return error
+
+
+class RecordedStep(NamedTuple):
+    """
+    The step of a decoder, as far as it does not depend on the number of rows.
+
+    Attributes:
+        names: of the children that are stages, or hold them.
+        recording: of the stages.
+        steps: those of the recording, in their order.
+    """
+
+    names: tuple[str, ...]
+    recording: Recording
+    steps: list[Step]
+
+    def plan(self, decoder: nn.Module, rows: int) -> StepPlan:
+        """Return the step for a number of sequences."""
+        return StepPlan(decoder, self.names, self.recording, self.steps, rows)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def recorded_step(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
+    """
+    Record the step of a decoder, whose stages have these names, and run it both ways after a short prompt.
 
     Raises:
-        UnknownStepError: the results differ by more than rounding, or the model's own forward fails.
+        UnknownStepError: it is no step of rows, its results differ by more than rounding, or the model's own forward
+            fails.
     """
-    kinds = {_kind(layer): index for index, layer in reversed([*enumerate(decoder.layers[: len(known.layers)])])}
-    indices = sorted({*kinds.values(), len(known.layers) - 1})
-    part = replace(known, layers=tuple(known.layers[index] for index in indices))
+    with refusing(type(decoder).__name__):
+        step = _record(decoder, names)
+        _require_alike(step, decoder)
+    return step
+
+
+@contextlib.contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Raise an `UnknownStepError` where something of a decoder of this name cannot be recorded, or fails."""
     try:
-        with torch.no_grad():
-            ours, own = (_step(part, decoder, in_one_call) for in_one_call in (True, False))
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise unknown_step(known.name, f"a trial of its layers ends with {type(error).__name__}: {error}") from error
-    apart = (ours.float() - own.float()).norm() / own.float().norm()
-    if not apart <= _MOST_APART[own.dtype]:
-        raise unknown_step(known.name, f"some of its layers give other results, which differ by {apart:.0e} of all")
+        yield
+    except (UnrecordableError, UnfitStepError) as error:
+        raise unknown_step(name, str(error)) from error
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise unknown_step(name, f"a trial of its layers ends with {type(error).__name__}: {error}") from error
 
 
-def _kind(layer: nn.Module) -> Any:
-    """Return all that a layer has beside its weights and its number: settings by value, objects by identity."""
-    return tuple(
-        (type(module), name, value if isinstance(value, (float, int, str)) else id(value))
-        for module in layer.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_ALL and name != "layer_idx"
-    )
+def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
+    """Record all stages, after a short prompt."""
+    cache = _cache_of_all_tokens(decoder.config)
+    opaque = set[type]()
+    run_own(decoder, cache, random_tokens(decoder, 1, _PROMPT))
+    while True:
+        recorder = Recorder(copy.deepcopy(cache), opaque)
+        try:
+            Stages(decoder, names).run(recorder.cache, recorder.call, input_ids=random_tokens(decoder, 1, 1))
+        except OpaqueError:
+            continue
+        finally:
+            recorder.close()
+        break
+    recording = recorder.recording
+    steps = schedule(recording)
+    if not any(isinstance(step, Multiply) for step in steps):
+        raise UnrecordableError("none of its products is one of kernels")
+    return RecordedStep(names, recording, steps)
 
 
-def _step(part: KnownModel, decoder: Any, in_one_call: bool) -> torch.Tensor:
-    """Run a step of some layers after a short prompt."""
-    cache, dtype = HybridCache(decoder.config), decoder.norm.weight.dtype
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, _PROMPT + 1, decoder.config.hidden_size, generator=generator).to(dtype)
-    layers = nn.ModuleList([decoder.layers[layer.index] for layer in part.layers])
-    of_layers = copy.copy(decoder)
-    vars(of_layers)["_modules"] = {**decoder._modules, "layers": layers}
+def _new_cache(config: PreTrainedConfig) -> HybridCache:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it changes nothing
+        return HybridCache(config)
 
-    def run(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        forward, options = undecorated(type(decoder).forward), {"use_cache": True, **cache_argument(cache)}
-        out: torch.Tensor = forward(of_layers, inputs_embeds=states, position_ids=positions, **options)[0]
-        return out
 
-    run(states[:, :-1], torch.arange(_PROMPT)[None])
-    positions, last = torch.tensor([[_PROMPT]]), states[:, -1:]
-    if not in_one_call:
-        return run(last, positions)
-    plan = StepPlan(part, rows=1)
+def _cache_of_all_tokens(config: PreTrainedConfig) -> HybridCache:
+    """A cache whose layers of windows keep all tokens, if it has layers of attention alone."""
+    cache = _new_cache(config)
+    if {*map(type, cache.layers)} <= {HybridLayer, DynamicSlidingWindowLayer}:
+        plain: Any = PreTrainedConfig()
+        plain.num_hidden_layers = len(cache.layers)
+        return HybridCache(plain)
+    return cache
+
+
+def _require_alike(step: RecordedStep, decoder: Any) -> None:
+    """
+    Run a step of two sequences both ways.
+
+    Raises:
+        UnrecordableError: the results differ by more than rounding.
+    """
+    cache = _new_cache(decoder.config)
+    run_own(decoder, cache, random_tokens(decoder, _ROWS, _PROMPT + 1))
+    tokens, own_cache = random_tokens(decoder, _ROWS, 1, seed=1), copy.deepcopy(cache)
+    plan = step.plan(decoder, _ROWS)
     if why_not := plan.take(cache):
-        raise unknown_step(part.name, why_not)
-    return plan.run(last, *decoder.rotary_emb(last, position_ids=positions))
+        raise UnrecordableError(why_not)
+    ours = plan.run(cache, input_ids=tokens)[0]
+    own = run_own(decoder, own_cache, tokens)
+    apart = (ours.float() - own.float()).norm() / own.float().norm()
+    most = _MOST_APART[own.dtype] * max(1.0, len(step.recording.outputs) / _FEW_STAGES) ** 0.5
+    if not apart <= most:
+        raise UnrecordableError(f"its layers give other results, which differ by {apart:.0e} of all")

@@ -30,7 +30,20 @@ from .forms.panels import (
     factor_of,
     quantize_panels,
 )
-from .step.memory import LayerWeights, Projection, States, StepMemory
+from .step.arithmetic import NUM_OPERANDS, REDUCTIONS
+from .step.instructions import (
+    BFLOAT16,
+    FLOAT32,
+    Attend,
+    Call,
+    Instruction,
+    Memory,
+    Multiply,
+    Operation,
+    Place,
+    ProductOf,
+)
+from .step.program import StepProgram
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
@@ -42,24 +55,33 @@ from .weights.gemm import multiply_many, uses_gemm
 from .weights.products import Products
 
 __all__ = [
+    "BFLOAT16",
     "BITS",
     "BLOCK",
     "CACHE_LINE",
+    "FLOAT32",
     "LANES",
     "NOT_FINITE",
+    "NUM_OPERANDS",
     "PANEL_ROWS",
+    "REDUCTIONS",
     "WEIGHT_BITS",
+    "Attend",
+    "Call",
     "ExpertCall",
+    "Instruction",
     "KernelsDisabledError",
-    "LayerWeights",
+    "Memory",
+    "Multiply",
+    "Operation",
     "PackedLayout",
     "PanelLayout",
+    "Place",
+    "ProductOf",
     "Products",
-    "Projection",
     "QuantizedBlocks",
     "Shape",
-    "States",
-    "StepMemory",
+    "StepProgram",
     "StoredBlocks",
     "Strided",
     "WorkingMemory",

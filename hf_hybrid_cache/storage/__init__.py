@@ -1,6 +1,6 @@
 """Storage of keys and values: growing buffers, device staging, streams and events. It knows torch and nothing above."""
 
-from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries, mean_squares
+from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries
 from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 from .kv_shape import KVShape, Pair, kernel_element
 from .layout import Layout, Shard, Split
@@ -75,7 +75,6 @@ __all__ = [
     "huge_page_memory",
     "kernel_array",
     "kernel_element",
-    "mean_squares",
     "require_host_bytes",
     "streams_for",
 ]

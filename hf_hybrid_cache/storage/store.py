@@ -232,11 +232,6 @@ class Store(TokenStore):
         if not self.is_intact:
             self.dense.truncate(self.dense.num_entries - 1)
 
-    def observe_squares(self, squares: torch.Tensor) -> None:
-        """Take note of the mean squares of one query of each sequence, while nothing is due, see `mean_squares`."""
-        if self._choice is not None and not self._choice.is_made:
-            self._choice.observe_squares(squares, 1)
-
     def settle(self) -> None:
         """
         Pack the blocks that are due, if there are any; choose the codec first.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode_step.twins import CACHES, KNOWN, Twins, made_at_random
+from decode_step.twins import CACHES, FAMILIES, Twins, made_at_random
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import fuse_decode
@@ -26,7 +26,7 @@ def half_of(cache: HybridCache, number: int) -> None:
 def saved(cache: HybridCache, number: int) -> HybridCache:
     with TemporaryDirectory() as folder:
         cache.save(f"{folder}/cache")
-        return HybridCache.load(f"{folder}/cache", KNOWN["Llama"]())
+        return HybridCache.load(f"{folder}/cache", FAMILIES["Llama"]())
 
 
 def rows(cache: HybridCache) -> torch.Tensor:

@@ -7,29 +7,50 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GlmConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
-    SeedOssConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
+from hf_hybrid_cache.layers import HybridLayer
 
 from models.tiny_models import COMMON, random_prompt
 
 SIZES = {**COMMON, "num_hidden_layers": 2}
-KNOWN: dict[str, Callable[[], PreTrainedConfig]] = {
+_WINDOWS = {"sliding_window": 80, "layer_types": ["sliding_attention", "full_attention"]}
+# Each has something that those before it have not.
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    "Mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "Mistral": lambda: MistralConfig(**SIZES, sliding_window=80),  # windows alone
     "Qwen2": lambda: Qwen2Config(**SIZES),
-    "Qwen3": lambda: Qwen3Config(**SIZES),
-    "SeedOss": lambda: SeedOssConfig(**SIZES),
+    "Qwen3": lambda: Qwen3Config(**SIZES),  # norms of heads
     "SmolLM3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
+    "Gemma2": lambda: Gemma2Config(**SIZES, **_WINDOWS, query_pre_attn_scalar=16),  # soft caps
+    "Gemma3": lambda: Gemma3TextConfig(**SIZES, **_WINDOWS, query_pre_attn_scalar=16),  # angles of two kinds
+    "GptOss": lambda: GptOssConfig(**SIZES, **_WINDOWS, num_local_experts=4, num_experts_per_tok=2),  # sinks, experts
+    "Qwen3Moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "Phi3": lambda: Phi3Config(**SIZES, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}),
+    "Granite": lambda: GraniteConfig(**SIZES, attention_multiplier=0.3, residual_multiplier=0.5),
+    "Olmo2": lambda: Olmo2Config(**SIZES),  # norms after
+    "Cohere": lambda: CohereConfig(**SIZES),  # attention and gates side by side
+    "Glm": lambda: GlmConfig(**SIZES),  # a half of each head is rotated
+    "GPTNeoX": lambda: GPTNeoXConfig(**SIZES),  # means are subtracted in norms
 }
 CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "full precision": DynamicHybridCache,
@@ -51,7 +72,7 @@ def made_at_random(
 ) -> Any:
     """Make a model whose norms and biases are random, too."""
     torch.manual_seed(0)
-    config = KNOWN[family]()
+    config = FAMILIES[family]()
     config.update(settings)
     model = made(config, dtype=dtype)
     with torch.no_grad():
@@ -82,7 +103,8 @@ class Twins:
 
     def steps(self, number: int, seed: int = 0) -> int:
         """Run steps with random tokens; return how many ran in one call."""
-        before, rows = self.fused.fused_steps, self.own.layers[0].batch
+        before, layer = self.fused.fused_steps, self.own.layers[0]
+        rows = layer.batch if isinstance(layer, HybridLayer) else layer.keys.shape[0]
         for token in random_prompt(rows, number, seed).split(1, dim=1):
             self.forward(token)
         return self.fused.fused_steps - before

@@ -78,8 +78,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(name: str) -> PreTrainedConfig:
-    """The config of a class, with its defaults but for sizes; those of a model of several parts in its text part."""
+def small_config(name: str, is_wider: bool = False) -> PreTrainedConfig:
+    """
+    The config of a class, with its defaults but for sizes; those of a model of several parts in its text part.
+
+    If it `is_wider`, hidden states, gates and heads have multiples of sixteen numbers, as kernels have them.
+    """
     config_class = CONFIGS[name]
     default = config_class()
     text = default.get_text_config(decoder=True)
@@ -89,20 +93,23 @@ def small_config(name: str) -> PreTrainedConfig:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for key in _LEFT_OUT.get(name, ()):
         sizes.pop(key, None)
+    if is_wider:
+        sizes.update({key: 2 * size for key, size in sizes.items() if size in (8, 32, 48)}, sliding_window=80)
+        sizes = {key: size for key, size in sizes.items() if getattr(text, key, None) is not None}
     settings = {**sizes, **_TOKENS, **_CHANGES.get(name, {})}
     part = next((key for key in config_class.sub_configs if getattr(default, key, None) is text), None)
     return config_class(**settings) if part is None else config_class(**{part: type(text)(**settings)})
 
 
-def small_model(name: str) -> PreTrainedModel:
+def small_model(name: str, is_wider: bool = False) -> PreTrainedModel:
     """
-    A random model with the config of this name.
+    A random model with the config of this name, see `small_config`.
 
     Raises:
         ValueError: it is not small.
         Exception: whatever a config or a model of transformers raises for these sizes.
     """
-    config = small_config(name)
+    config = small_config(name, is_wider)
     with torch.device("meta"):
         size = sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:

@@ -13,6 +13,7 @@ from ..vector.numbers_at import (
     Numbers,
     array_at,
     as_double,
+    bfloat16_at,
     floats_at,
     integers_at,
     load_numbers,
@@ -106,6 +107,11 @@ class AttentionCall(NamedTuple):
     bias_of_head: int
     bias_of_token: int
     cap: int  # bits of a float64: scores are cap * tanh(factor * product), in the exponent of 2; 0 for no soft cap
+    # Scores of one more token of each query head, whose value is zero:
+    sinks: int  # address of [batch, query heads]; 0 for none
+    sinks_of_sequence: int
+    sinks_of_head: int
+    sinks_are_bfloat16: int  # otherwise float32
     # Sizes:
     group: int  # query heads of a KV head
     query_length: int
@@ -340,6 +346,12 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
     rotation = value_layout(address).rotation
     for row in range(count):
         base, total = _highest(maxima + row * 4, parts, part_bytes), 0.0
+        sequence, query_head, index = place_of(head, first + row, address)
+        if call.sinks:
+            place = call.sinks + sequence * call.sinks_of_sequence + query_head * call.sinks_of_head
+            sink = (bfloat16_at(place) if call.sinks_are_bfloat16 else floats_at(place, 1)[0]) * LOG2_E
+            base = sink if sink > base else base
+            total = _power_of_two(sink - base)
         for column in range(stored.width):
             merged[column] = 0
         for part in range(parts):
@@ -359,7 +371,6 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
         for column in range(stored.width):
             # A row that sees no token gives zeros, or NaN if a score is NaN, as torch does.
             floats[0, column] = merged[column] / total if total != 0 else merged[column]
-        sequence, query_head, index = place_of(head, first + row, address)
         target = call.out + sequence * call.out_of_sequence + query_head * call.out_of_head + index * call.out_of_token
         store_numbers(floats[0], Numbers(target, call.out_is_bfloat16), 0, stored.value_dim)
         place = (sequence * stored.num_kv_heads * call.group + query_head) * call.query_length + index

@@ -73,3 +73,5 @@ jit_function: Callable[..., Any] = _njit(fastmath=_FAST, **_UNWRAPPED)
 jit_inlined: Callable[..., Any] = _njit(fastmath=_FAST, forceinline=True, **_UNWRAPPED)
 # Decorates loops over finite numbers, or whose result is then dropped: minimum and maximum are vector instructions.
 jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, forceinline=True, **_UNWRAPPED)
+# Decorates functions that give what torch gives: no operation becomes another one, or a part of another one.
+jit_exact: Callable[..., Any] = _njit(fastmath=False, **_UNWRAPPED)

@@ -181,7 +181,7 @@ def _multiply_block(part, call):
                     output = outputs.ctypes.data + (index * _PANELS + which) * CACHE_LINE
                     bias, row = biases.ctypes.data + which * CACHE_LINE, (first + which) * LANES
                     if row < weights.rows:
-                        store_outputs(output, factor, bias, call.out, token, row, weights.rows)
+                        store_outputs(output, factor, bias, call.out, token * weights.rows + row, weights.rows - row)
     keep(numbers)
     keep(outputs)
     keep(biases)

@@ -83,6 +83,7 @@ class Product(NamedTuple):
     starts: int
     tokens: int  # address of [tokens, columns], or of [tokens, 2 * columns], of which the first half is the gate
     tokens_are_bfloat16: int
+    token_step: int  # numbers from a token to the next
     pairs_of_token: int
     is_gated: int
     operand: int  # address of the tokens in their places: integers [places, groups * group], or float32
@@ -94,6 +95,7 @@ class Product(NamedTuple):
     bias_step: int  # numbers from the bias of one matrix to that of the next
     out: int  # address of [pairs, rows]
     out_is_bfloat16: int
+    out_step: int  # numbers from a pair's to the next one's
     parts: int  # of each matrix
 
 
@@ -258,6 +260,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         clear_numbers(out, num_pairs * given.rows)
     operand = np.empty(places * given.operand_columns * (2 if is_quantized else 4), np.uint8)
     numbers = np.empty((2, places * given.groups), np.float32)
+    token_step = given.columns * 2 if is_gated else given.columns
     product = Product(
         weights=weights,
         places=places,
@@ -266,6 +269,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         starts=routing.starts.ctypes.data,
         tokens=tokens.address,
         tokens_are_bfloat16=tokens.is_bfloat16,
+        token_step=token_step,
         pairs_of_token=pairs_of_token,
         is_gated=is_gated,
         operand=operand.ctypes.data,
@@ -277,6 +281,7 @@ def write_products(team, weights, routing, tokens, pairs_of_token, is_gated, bia
         bias_step=bias_step,
         out=out.address,
         out_is_bfloat16=out.is_bfloat16,
+        out_step=given.rows,
         parts=_parts(given, runs, threads_of(team)),
     )
     address = address_of_call(product)
@@ -321,12 +326,12 @@ def take_tokens(part, address):
     for place in range(first, last):
         token = pairs[place] // product.pairs_of_token
         if product.is_gated:
-            states = product.tokens + token * 2 * columns * 4
+            states = product.tokens + token * product.token_step * 4
             write_gated(states, states + columns * 4, False, columns, gated.ctypes.data)
             numbers = Numbers(np.int64(gated.ctypes.data), False)
         else:
             given = Numbers(product.tokens, product.tokens_are_bfloat16 != 0)
-            numbers = Numbers(address_of(given, token * columns), given.is_bfloat16)
+            numbers = Numbers(address_of(given, token * product.token_step), given.is_bfloat16)
         if weights.kind != PANELS:
             load_numbers(numbers, 0, columns, floats_at(product.operand, (product.places, columns))[place])
         else:
@@ -408,7 +413,8 @@ def _multiply_panels(part, product):
                     for which in range(at_once):
                         output = outputs.ctypes.data + (token * at_once + which) * CACHE_LINE
                         bias, row = biases.ctypes.data + (left + which) * CACHE_LINE, (panel + left + which) * LANES
-                        store_outputs(output, factor, bias, out, pairs[place + token], row, weights.rows)
+                        target = pairs[place + token] * product.out_step + row
+                        store_outputs(output, factor, bias, out, target, weights.rows - row)
             place += tokens
     keep(outputs)
     keep(biases)
@@ -434,14 +440,13 @@ def load_bias(bias, first, row, rows, out):
 
 
 @jit_inlined
-def store_outputs(outputs, factor, bias, out, token, row, rows):
-    """Write sixteen outputs of a token, times a factor, or those that are left of `rows`; outputs, bias: addresses."""
-    target = token * rows + row
-    if rows - row >= LANES:
-        store_sixteen(outputs, factor, bias, out.is_bfloat16, address_of(out, target))
+def store_outputs(outputs, factor, bias, out, first, left):
+    """Write sixteen outputs times a factor from index `first` on, or those that are left; outputs, bias: addresses."""
+    if left >= LANES:
+        store_sixteen(outputs, factor, bias, out.is_bfloat16, address_of(out, first))
     else:
         store_sixteen(outputs, factor, bias, False, outputs)
-        store_numbers(floats_at(outputs, LANES), out, target, rows - row)
+        store_numbers(floats_at(outputs, LANES), out, first, left)
 
 
 @jit_function
@@ -482,4 +487,4 @@ def _multiply_plain(part, product):
             done += tokens
     pairs = integers_at(product.pairs, product.places)
     for index in range(count):
-        store_numbers(sums[index], out, pairs[start + index] * rows + first, width)
+        store_numbers(sums[index], out, pairs[start + index] * product.out_step + first, width)

@@ -1,0 +1,399 @@
+"""The program of a decode step with its memory, as lists of operations of kernels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..attention.attention import ATTEND, merge_head
+from ..attention.attention_call import CALL_BYTES, SCRATCH, AttentionCall
+from ..attention.codes import attend_codes
+from ..attention.stored_blocks import StoredBlocks
+from ..attention.workspace import Shape, Strided, Workspace, aligned_zeros
+from ..vector.compiled import Kernel
+from ..vector.operations import Operations
+from ..vector.parallel import team_of_kernels
+from ..vector.vector_ir import CACHE_LINE, LANES
+from ..weights.products import PANELS, Product, Weights
+from .arithmetic import CODES, NUM_OPERANDS, REDUCTIONS
+from .instructions import (
+    BFLOAT16,
+    FLOAT32,
+    ITEM_BYTES,
+    Attend,
+    Call,
+    Instruction,
+    Memory,
+    Multiply,
+    Operation,
+    Place,
+    ProductOf,
+)
+from .rows import (
+    APART,
+    CHUNK,
+    ONE,
+    TAKE_STATES,
+    TAKE_TOKENS,
+    VECTORS,
+    WORK_BYTES,
+    Array,
+    Code,
+    ProductList,
+    Rows,
+    multiply,
+    run_rows,
+)
+
+# Parts of a weight for each thread, unless they are smaller than the least or larger than the largest, in bytes: the
+# first cache lines of a part come late.
+_PARTS_OF_THREAD, _LEAST_PART, _LARGEST_PART = 2, 2**15, 2**19
+_MOST_LINES = 3  # dimensions of lines
+_SINKS = AttentionCall._fields.index("sinks")
+# The element type of blocks, by the kind of the states that are written to them.
+_ELEMENTS: dict[int, np.dtype] = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
+
+
+class _Run:
+    """Operations of kernels without a call of Python between them, and the number of parts of each."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Kernel, int]] = []
+        self.parts: list[int] = []
+        self.whole: Operations | None = None
+
+    def add(self, kernel: Kernel, call: int, parts: int) -> None:
+        self.operations.append((kernel, call))
+        self.parts.append(parts)
+
+    def end(self) -> None:
+        if self.operations:
+            kernels = [kernel for kernel, _ in self.operations]
+            beside = [index + 1 for index, kernel in enumerate(kernels) if kernel is attend_codes]
+            self.whole = Operations(self.operations, np.array(beside, np.int64))
+
+
+class _Attention(NamedTuple):
+    """Attention to a layer: its call, what is asked, and where the numbers of its parts are noted."""
+
+    call: np.ndarray
+    attend: Attend
+    workspace: Workspace
+    query: Strided
+    out: Strided
+    sinks: tuple[int, int, int, int]
+    element: np.dtype
+    run: _Run
+    at: int  # the index of its operation on codes
+
+
+class StepProgram:
+    """
+    A step for a number of rows.
+
+    Args:
+        operations: in their order. Instructions that follow each other are one operation of the kernels.
+        rows: their number.
+        scratch: bytes of a row's storages that live within a step only, by their keys. Storages may lie in the same
+            memory where one is used last before the other is used first, so a step finds nothing there of the step
+            before.
+        given: the storages that the caller holds, by their keys.
+
+    Raises:
+        ValueError: an instruction is not known, or has more than four dimensions that do not lie as one.
+    """
+
+    def __init__(
+        self, operations: Sequence[Operation], rows: int, scratch: Mapping[int, int], given: Mapping[int, Memory]
+    ):
+        self._rows = rows
+        self._kept: list[object] = []  # what kernels read by its address
+        offsets, row_bytes = _placed(operations, scratch)
+        start = self._keep(aligned_zeros(rows * row_bytes))
+        self._memory = {**given, **{key: Memory(start + offset, row_bytes) for key, offset in offsets.items()}}
+        self._work = self._keep(aligned_zeros(rows * WORK_BYTES))
+        lists = [each.products for each in operations if isinstance(each, Multiply)]
+        self._operands = self._keep(aligned_zeros(max((_operands(each, rows)[1] for each in lists), default=0)))
+        # All rows are multiplied with one weight.
+        self._pairs, self._starts = self._keep(np.arange(rows)), self._keep(np.array([0, rows]))
+        self._workspaces: dict[Shape, Workspace] = {}
+        self._attention: list[_Attention] = []
+        self._codes: list[list[int]] = []  # of the operation on rows that is being written
+        self._runs = [_Run()]
+        for operation in operations:
+            if isinstance(operation, Instruction):
+                self._codes += self._instruction(operation)
+            elif isinstance(operation, Multiply):
+                self._multiply(operation.products)
+            elif isinstance(operation, Attend):
+                self._attend(operation)
+            else:
+                self._end_rows()
+                self._runs.append(_Run())
+        self._end_rows()
+        for run in self._runs:
+            run.end()
+        if not self._attention:
+            self.take(())
+
+    def memory_of(self, storage: int) -> Memory:
+        """Where a storage lies, of `scratch` or `given`."""
+        return self._memory[storage]
+
+    def take(self, layers: Sequence[StoredBlocks]) -> None:
+        """
+        Take the records of a cache's layers, which count the token to come already. The caller keeps them.
+
+        Further tokens of the same blocks are counted there.
+        """
+        for each in self._attention:
+            blocks, asked = layers[each.attend.layer], each.workspace.asked
+            assert blocks.element == each.element, (blocks.element, each.element)
+            parts, in_codes = each.workspace.ask(each.query, each.out, blocks, each.attend.scale, cap=each.attend.cap)
+            each.call[: SCRATCH // 8] = asked[: SCRATCH // 8]
+            each.call[_SINKS : _SINKS + len(each.sinks)] = each.sinks
+            each.run.parts[each.at : each.at + 2] = in_codes, parts - in_codes
+        for each in self._attention:  # a later call may have needed more memory
+            each.call[SCRATCH // 8 :] = each.workspace.asked[SCRATCH // 8 :]
+        for run in self._runs:
+            if run.whole is not None:
+                run.whole.set_parts([*run.parts])
+
+    def run(self, calls: Sequence[Callable[[], None]] = ()) -> None:
+        """
+        Run the step with what is in `given`, and with the last token of each record.
+
+        Args:
+            calls: what to do at each `Call`, in their order.
+
+        Raises:
+            MemoryError: the host had no memory for what a part works in; what the step writes is not whole.
+        """
+        for index, run in enumerate(self._runs):
+            if index:
+                calls[index - 1]()
+            if run.whole is not None:
+                run.whole.run()
+
+    def _keep(self, array: np.ndarray) -> int:
+        """The address of an array that kernels read as long as the program is there."""
+        self._kept.append(array)
+        address: int = array.ctypes.data
+        return address
+
+    def _end_rows(self) -> None:
+        """End the operation on rows that is being written."""
+        if self._codes:
+            codes = self._keep(np.array([number for code in self._codes for number in code]))
+            self._runs[-1].add(run_rows, self._keep(np.array(Rows(codes, len(self._codes), self._work))), self._rows)
+            self._codes = []
+
+    def _array(self, place: Place | float, steps: Sequence[int], form: int) -> Array:
+        """An array as kernels read it; its steps, of columns and then of lines, are in numbers."""
+        if not isinstance(place, Place):
+            return Array(self._keep(np.array([place], np.float32)), 0, False, ONE, 0, 0, 0, 0)
+        item, memory = ITEM_BYTES[place.kind], self._memory[place.storage]
+        of_columns, *of_lines = (step * item for step in steps)
+        of_lines += [0] * (_MOST_LINES - len(of_lines))
+        address = memory.address + place.offset * item
+        return Array(address, memory.row_bytes, place.kind == BFLOAT16, form, of_columns, *of_lines)
+
+    def _instruction(self, instruction: Instruction) -> list[list[int]]:
+        """The code of an instruction, none if it has no numbers."""
+        name, shape, out, operands = instruction
+        if NUM_OPERANDS.get(name) != len(operands):
+            raise ValueError(f"There is no instruction {name} of {len(operands)} operands.")
+        if 0 in shape:
+            return []
+        is_reduction = name in REDUCTIONS
+        places = [out, *operands]
+        strides = [
+            each.strides + (0,) * (is_reduction and not index) if isinstance(each, Place) else (0,) * len(shape)
+            for index, each in enumerate(places)
+        ]
+        columns, sizes, steps = _as_lines(shape, strides, is_reduction)
+        if len(sizes) > _MOST_LINES:
+            raise ValueError(f"{name} of shape {shape} has more than four dimensions that do not lie as one.")
+        sizes = [1] * (_MOST_LINES - len(sizes)) + sizes
+        arrays = []
+        for index, (place, of_place) in enumerate(zip(places, steps, strict=True)):
+            of_lines = [0] * (_MOST_LINES + 1 - len(of_place)) + of_place[1:]
+            form = APART
+            if not any(of_place) and index and not is_reduction:
+                form = ONE
+            elif isinstance(place, Place) and place.kind == FLOAT32 and columns % LANES == 0:
+                whole = [columns * sizes[1] * sizes[2], columns * sizes[2], columns]
+                are_joined = all(size == 1 or step == at for size, step, at in zip(sizes, of_lines, whole, strict=True))
+                form = VECTORS if of_place[0] == 1 and are_joined else APART
+            arrays.append(self._array(place, [of_place[0], *of_lines], form))
+        at_once = max(1, CHUNK // (-(-columns // LANES) * LANES))
+        code = Code(CODES[name], len(arrays), columns, int(np.prod(sizes)), sizes[1], sizes[2], at_once, 0)
+        return [[*code, *(number for array in arrays for number in array)]]
+
+    def _multiply(self, products: Sequence[ProductOf]) -> None:
+        """Add products, and before them what makes their operands of the tokens."""
+        rows, threads = self._rows, team_of_kernels().threads
+        offsets, _ = _operands(products, rows)
+        calls = np.array([self._product(each, offsets, threads) for each in products])
+        first = self._keep(calls)
+        for index, each in enumerate(products):
+            if _operand_of(each) in offsets:
+                del offsets[_operand_of(each)]  # one of those that share it
+                call = first + index * calls.strides[0]
+                self._codes.append([*Code(TAKE_TOKENS, 0, 0, 0, 0, 0, 0, call)])
+        self._end_rows()
+        parts = int(calls[:, Product._fields.index("parts")].sum())
+        self._runs[-1].add(multiply, self._keep(np.array(ProductList(first, len(products)))), parts)
+
+    def _product(self, each: ProductOf, offsets: Mapping[tuple, Sequence[int]], threads: int) -> Product:
+        operand, steps, sums = (self._operands + offset for offset in offsets[_operand_of(each)])
+        tokens, out = (self._array(place, [1], APART) for place in (each.tokens, each.out))
+        bias = None if each.bias is None else self._array(each.bias, [1], APART)
+        return Product(
+            weights=each.products.address,
+            places=self._rows,
+            pairs=self._pairs,
+            matrices=self._keep(np.array([each.which])),
+            starts=self._starts,
+            tokens=tokens.address,
+            tokens_are_bfloat16=tokens.is_bfloat16,
+            token_step=tokens.row_bytes // tokens.step,
+            pairs_of_token=1,
+            is_gated=0,
+            operand=operand,
+            steps=steps,
+            sums=sums,
+            operand_parts=self._rows,
+            bias=0 if bias is None else bias.address,
+            bias_is_bfloat16=0 if bias is None else bias.is_bfloat16,
+            bias_step=0,
+            out=out.address,
+            out_is_bfloat16=out.is_bfloat16,
+            out_step=out.row_bytes // out.step,
+            parts=_parts(each.products.weights, threads),
+        )
+
+    def _attend(self, attend: Attend) -> None:
+        """Add attention, and before it what writes keys and values and takes the queries."""
+        assert attend.query.strides[-1] == attend.out.strides[-1] == 1
+        rows, heads = self._rows, attend.num_kv_heads
+        shape = Shape(rows, heads, attend.group, 1, attend.key_dim, attend.value_dim)
+        if shape not in self._workspaces:
+            self._workspaces[shape] = Workspace(shape)
+        call = np.zeros(CALL_BYTES // 8, np.int64)
+        address, states = self._keep(call), []
+        if attend.keys is not None and attend.values is not None:
+            states = [self._array(each, each.strides[::-1], APART) for each in (attend.keys, attend.values)]
+        code = Code(TAKE_STATES, len(states), 0, heads, 0, 0, 0, address)
+        self._codes.append([*code, *(number for array in states for number in array)])
+        self._end_rows()
+        query, out = (self._array(each, each.strides[::-1], APART) for each in (attend.query, attend.out))
+        sinks = (0, 0, 0, 0)
+        if attend.sinks is not None:
+            of_sinks = self._array(attend.sinks, attend.sinks.strides, APART)
+            sinks = of_sinks.address, of_sinks.row_bytes, of_sinks.step, of_sinks.is_bfloat16
+        element = _ELEMENTS[(attend.query if attend.keys is None else attend.keys).kind]
+        run = self._runs[-1]
+        self._attention.append(
+            _Attention(
+                call, attend, self._workspaces[shape], _strided(query), _strided(out), sinks, element, run,
+                len(run.operations),
+            )
+        )  # fmt: skip
+        run.add(attend_codes, address, 0)
+        run.add(ATTEND[element], address, 0)
+        run.add(merge_head, address, rows * heads)
+
+
+def _strided(heads: Array) -> Strided:
+    """Heads of each row as attention takes them."""
+    return Strided(heads.address, heads.row_bytes, heads.first_step, 0, bool(heads.is_bfloat16))
+
+
+def _as_lines(
+    shape: Sequence[int], strides: Sequence[Sequence[int]], is_reduction: bool
+) -> tuple[int, list[int], list[list[int]]]:
+    """Join dimensions that lie as one; return the columns, sizes of lines, and steps of each array, columns first."""
+    dimensions = list(zip(shape, zip(*strides, strict=True), strict=True))
+    last = [dimensions.pop()] if is_reduction else []
+    joined: list[tuple[int, tuple[int, ...]]] = []
+    for size, steps in dimensions:
+        if joined and all(before == size * step for before, step in zip(joined[-1][1], steps, strict=True)):
+            joined[-1] = joined[-1][0] * size, steps
+        elif size > 1:
+            joined.append((size, steps))
+    if not is_reduction and joined and joined[-1][0] < LANES:
+        joined.sort(key=lambda dimension: dimension[0])  # the order of numbers is of no account
+    joined += last
+    columns, of_columns = joined.pop() if joined else (1, (0,) * len(strides))
+    steps_of = [[of_columns[index], *(steps[index] for _, steps in joined)] for index in range(len(strides))]
+    return columns, [size for size, _ in joined], steps_of
+
+
+def _operand_of(product: ProductOf) -> tuple:
+    """What products have in common that share the operand: the tokens, and the form for the weights."""
+    weights = product.products.weights
+    return product.tokens, weights.kind == PANELS, weights.bits, weights.group, weights.operand_columns
+
+
+def _operands(products: Sequence[ProductOf], rows: int) -> tuple[dict[tuple, list[int]], int]:
+    """Offsets of the integers, steps and sums of each operand of some products, and the bytes of all."""
+    offsets: dict[tuple, list[int]] = {}
+    end = 0
+    for each in products:
+        weights, key = each.products.weights, _operand_of(each)
+        if key not in offsets:
+            offsets[key] = []
+            for size in (weights.operand_columns, weights.groups, weights.groups):
+                offsets[key].append(end)
+                end += _in_lines(4 * rows * size)
+    return offsets, end
+
+
+def _in_lines(num_bytes: int) -> int:
+    """Bytes of whole cache lines."""
+    return -(-num_bytes // CACHE_LINE) * CACHE_LINE
+
+
+def _storages(operation: Operation) -> set[int]:
+    """The storages that an operation uses."""
+    if isinstance(operation, Call):
+        return {*operation.storages}
+    if isinstance(operation, Instruction):
+        places: list[object] = [operation.out, *operation.operands]
+    elif isinstance(operation, Multiply):
+        places = [place for each in operation.products for place in (each.tokens, each.out)]
+    else:
+        places = [*operation]
+    return {place.storage for place in places if isinstance(place, Place)}
+
+
+def _placed(operations: Sequence[Operation], sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Offsets of storages in the memory of a row, each where there is room while it is used, and the bytes of a row."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, operation in enumerate(operations):
+        for storage in _storages(operation) & sizes.keys():
+            first.setdefault(storage, index)
+            last[storage] = index
+    offsets: dict[int, int] = {}
+    used: list[tuple[int, int, int]] = []  # the start, the end and the last use of those that are in use
+    row_bytes = 0
+    for storage, index in first.items():
+        used = sorted(each for each in used if each[2] >= index)
+        num_bytes, start = _in_lines(sizes[storage]), 0
+        for begin, end, _ in used:
+            if start + num_bytes <= begin:
+                break
+            start = max(start, end)
+        offsets[storage] = start
+        used.append((start, start + num_bytes, last[storage]))
+        row_bytes = max(row_bytes, start + num_bytes)
+    return offsets, row_bytes
+
+
+def _parts(weights: Weights, threads: int) -> int:
+    """Number of parts of a weight."""
+    units = -(-weights.rows // LANES) if weights.kind == PANELS else weights.rows
+    several = min(_PARTS_OF_THREAD * threads, weights.matrix_bytes // _LEAST_PART)
+    return min(units, max(1, several, weights.matrix_bytes // _LARGEST_PART))
