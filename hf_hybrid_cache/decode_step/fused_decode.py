@@ -150,8 +150,8 @@ def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
     """Note what a model is, and record its step; return the reason if that cannot run in one call."""
     name, names = type(decoder).__name__, tuple[str, ...](decoder._modules)
     try:
-        _raise_first(_unfit_weights(decoder), name)
         with refusing(name):
+            _raise_first(_unfit_weights(decoder), name)
             names = stage_names(decoder)
         snapshot = Snapshot(decoder, names)
         _raise_first(_code_of_others(decoder, names), name)

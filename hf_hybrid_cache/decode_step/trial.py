@@ -84,6 +84,8 @@ def refusing(name: str) -> Iterator[None]:
     """Raise an `UnknownStepError` where something of a decoder of this name cannot be recorded, or fails."""
     try:
         yield
+    except UnknownStepError:
+        raise
     except (UnrecordableError, UnfitStepError) as error:
         raise unknown_step(name, str(error)) from error
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
