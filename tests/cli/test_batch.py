@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import hypothesis.strategies as st
 import pytest
+import torch
 from click.testing import Result
 from hypothesis import given
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaModel
 
 from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.batch_files import RESULT_FIELDS, Answers
@@ -280,6 +281,26 @@ def answer_of(folder: Path, content: str, text: str, penalty: float | None) -> s
     settings = AnswerSettings(NEW_TOKENS, repetition_penalty=penalty)
     (answer,) = Chat(model, tokenizer, documents, settings=settings, progress=False).ask_all([text])
     return answer.text
+
+
+def test_a_question_for_which_memory_ends_fails_alone(batch: Batch, monkeypatch: pytest.MonkeyPatch):
+    batch.run()
+    texts, forward, fatal = batch.texts(), LlamaModel.forward, TEXTS[1]
+    batch.out.unlink()
+    fatal_ids = torch.tensor([int(word.removeprefix("w")) for word in fatal.split()])
+
+    @functools.wraps(forward)
+    def without_memory(self: LlamaModel, input_ids: torch.Tensor, **options: Any) -> Any:
+        if any(row[-len(fatal_ids) :].equal(fatal_ids) for row in input_ids):
+            raise MemoryError("no room")
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(LlamaModel, "forward", without_memory)
+    assert "memory ended with 4 answers at once: from here on 2" in batch.run("--at-once", "auto", exit_code=1).stderr
+    answers = batch.by_question()
+    failed = {key for key, answer in answers.items() if answer.get("error") == "no room"}
+    assert failed == {key for key in texts if key[1] == fatal}
+    assert all(answers[key]["answer"] == text for key, text in texts.items() if key not in failed)
 
 
 def test_answers_of_other_options_are_not_mixed_in(batch: Batch):

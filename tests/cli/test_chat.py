@@ -89,8 +89,8 @@ def test_any_conversation_prints_the_answers_of_the_engine(lines: list[str], end
 
 
 def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
-    quoted = '"""\n/quit\nnow\n"""'
-    talk = converse(model, [], "/retry", "Who?", "/retry", quoted, "/undo", "/undo", "/undo", "/forget", "/set")
+    quoted, of_settings = '"""\n/quit\nnow\n"""', ("/set temperature 0.5", "/set temperature", "/set")
+    talk = converse(model, [], "/retry", "Who?", "/retry", quoted, "/undo", "/undo", "/undo", "/forget", *of_settings)
     assert "taken back: /quit\nnow" in talk.stderr
     assert talk.stderr.count("taken back: Who?") == 1
     assert talk.stderr.count("Nothing was asked yet.") == 2
