@@ -168,14 +168,14 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None):
         self.tokenizer, self.system = tokenizer, system
-        # No text has it, because nobody knows it.
-        self._mark = uuid.uuid4().hex
+        # No text has them, because nobody knows them: a place in a conversation, and texts of special tokens.
+        self._place, self._mark = uuid.uuid4().hex, uuid.uuid4().hex
         self._special = {id: each for id, each in tokenizer.added_tokens_decoder.items() if each.special}
         self._ids_by_text = {each.content: id for id, each in self._special.items()}
         texts = sorted(self._ids_by_text, key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         if system is not None and (
-            not tokenizer.chat_template or self._as_text(system.strip()) not in self._conversation([self._mark])
+            not tokenizer.chat_template or self._as_text(system.strip()) not in self._conversation([self._place])
         ):
             raise PromptError("The model has no chat template with a system message: leave it out.")
 
@@ -202,8 +202,8 @@ class ChatTemplate:
             PromptError: the chat template refuses the conversation, or changes the first question.
         """
         if document is not None:
-            text = self._conversation([f"{self._mark}\n\n{turns[0]}", *turns[1:]])
-            _, mark, after = text.partition(self._mark)
+            text = self._conversation([f"{self._place}\n\n{turns[0]}", *turns[1:]])
+            _, mark, after = text.partition(self._place)
             if not mark:
                 raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
             return [*document, *self._encoded(after)[0]]
@@ -228,7 +228,7 @@ class ChatTemplate:
             raise PromptError("The model has no chat template.")
         role, last = messages[-1]
         text = self._rendered(messages)
-        start = max(0, self._rendered([*messages[:-1], (role, self._mark)]).rfind(self._mark))
+        start = max(0, self._rendered([*messages[:-1], (role, self._place)]).rfind(self._place))
         shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last).strip())) + 2)
         token_ids, starts = self._encoded(text)
         return token_ids, _tokens_within(starts, len(self._plain(text[:shared])))
@@ -287,7 +287,7 @@ class ChatTemplate:
         """Return the text up to the end of a document, or to where the first question begins."""
         between = "\n\n" if document else ""
         # A template may trim a message, and so the separator after an empty document.
-        before, mark, _ = self._conversation([f"{document}{between}{self._mark}"]).rpartition(self._mark)
+        before, mark, _ = self._conversation([f"{document}{between}{self._place}"]).rpartition(self._place)
         if not mark or not before.endswith(between):
             raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
         return before.removesuffix(between)

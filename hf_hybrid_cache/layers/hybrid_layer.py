@@ -412,6 +412,12 @@ class HybridLayer(CacheLayerMixin):
         if not shares_blocks:
             self._move(self._store.shape)
 
+    def join(self) -> None:
+        """Keep a prefix that was shared, and the one sequence that is left after it, in one store."""
+        store = self.usable_store()
+        if isinstance(store, SharedPrefix) and store.shape.batch == 1:
+            self.start(store.shape, lambda new: new.take_from(store))
+
     @property
     def shares_copies(self) -> bool:
         """Whether copies of a sequence share its blocks."""

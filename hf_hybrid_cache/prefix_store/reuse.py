@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..cache import HybridCache, contents_of
-from ..layers import tensors_of
+from ..layers import HybridLayer, tensors_of
 from ..processes import Agreement
 from ..storage import GRANULE
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
@@ -218,6 +218,9 @@ def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None
     """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
     keys, contents, identity = conversation.keys, conversation.contents, conversation.identity.digest
     _require_all_states(conversation, len(keys))
+    for layer in contents.layers:
+        if isinstance(layer, HybridLayer):
+            layer.join()
     if replaces is not None:
         with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
             before = folder.keys(replaces)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hybrid_cache.chat import AnswerSettings, PromptError
+from hf_hybrid_cache import PrefixStore
+from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
+from hf_hybrid_cache.prefix_store import StoredPrompt
 
 from chat.talks import (
     CACHES,
@@ -25,6 +27,7 @@ from chat.talks import (
     prompt_of,
     said,
 )
+from chat.talks import tokenizer_of_tests as tokenizer
 
 TESTS = Path(__file__).parents[1]
 
@@ -168,3 +171,24 @@ def test_texts_that_end_an_answer_are_never_shown():
         assert "".join(chat.ask("Who?")) == text[: text.index(stop)]
         assert chat.last.text == text[: text.index(stop)].strip()
         assert chat.last.finish_reason == "stop"
+
+
+def test_what_was_taken_back_is_not_kept(tmp_path: Path):
+    store = PrefixStore(tmp_path)
+
+    def kept() -> list[StoredPrompt]:
+        return [each for each in store.prompts() if each.is_conversation]
+
+    chat = chat_of(store=store)
+    for question in QUESTIONS[:2]:
+        said(chat, question)
+    chat.undo()
+    chat.keep()
+    assert [each.token_ids.tolist() for each in kept()] == [chat.token_ids]
+    chat.forget()
+    chat.keep()
+    assert (len(store.prompts()), kept()) == (1, [])
+    with pytest.raises(ValueError, match="has no conversation: begin one with"):
+        Chat.resume(model_of(), tokenizer(), store)
+    said(chat, QUESTIONS[2])
+    assert [each.title for each in kept()] == [f"report.txt: {QUESTIONS[2]}"]

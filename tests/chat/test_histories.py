@@ -155,8 +155,7 @@ class Talk(RuleBasedStateMachine):
 
     @rule(system=st.sampled_from([None, "Be brief.", FORGED]))
     def set_system(self, system: str | None) -> None:
-        if system != FORGED or not self.document:
-            self.chat.system = self.system = system
+        self.chat.system = self.system = system
 
     def teardown(self) -> None:
         self.folder.cleanup()
