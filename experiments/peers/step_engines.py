@@ -140,8 +140,6 @@ def set_up(arguments: argparse.Namespace, rows: Mapping[str, Row]) -> Setup:
     name = arguments.model
     pythons = {library: getattr(arguments, library) for library in LIBRARIES}
     left_out = reasons_to_leave_out(pythons)
-    if name in EXPERTS:
-        left_out["fused"] = "layers with experts are not fused"
     for engine, reason in left_out.items():
         print(f"{engine} is left out: {reason}")
     chosen = [row for row in rows.values() if row.name in arguments.rows and row.engine not in left_out]

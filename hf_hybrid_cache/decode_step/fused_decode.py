@@ -181,7 +181,7 @@ def _raise_first(reasons: Iterator[str], name: str) -> None:
 
 
 def _unfit_weights(decoder: Any) -> Iterator[str]:
-    """What keeps a step from being recorded before anything runs."""
+    """Yield what keeps a step from being recorded before anything runs."""
     if not layers_of(decoder):
         yield "it has no list of layers"
     weights = [*decoder.parameters()]

@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ..attention.handles import KVHandle
 from ..attention.scores import Scores
 from ..cache import HybridCache
+from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, FLOAT32, Attend, Instruction, Multiply, Place, ProductOf, Products
 from ..weights import QuantizedWeight
 from .translation import FORMULAS, Operand, translate
@@ -86,11 +87,11 @@ class PythonCall(NamedTuple):
 Step = Instruction | Multiply | Attend | PythonCall
 
 
-class UnrecordableError(Exception):
+class UnrecordableError(HybridCacheError, RuntimeError):
     """A step is not one of rows; the message says why."""
 
 
-class OpaqueError(Exception):
+class OpaqueError(HybridCacheError, RuntimeError):
     """Something happens in a module that only Python can do; its kind is one of those that Python calls now."""
 
 

@@ -85,7 +85,7 @@ def _without_idle(recording: Recording) -> list[Step]:
 
 
 def _dependences(steps: list[Step]) -> tuple[list[int], list[list[int]]]:
-    """For each step the number of those that it waits for, and those that wait for it."""
+    """Return for each step the number of those that it waits for, and those that wait for it."""
     waits, follow = [0] * len(steps), [list[int]() for _ in steps]
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}

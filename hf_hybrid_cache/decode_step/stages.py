@@ -10,6 +10,7 @@ from torch import nn
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
+from ..errors import HybridCacheError
 
 # Calls a stage: its number, its module, its arguments and those by name.
 CallOfStage = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -92,7 +93,7 @@ class Stages:
             self._pass.call = None
 
 
-class _AtLayersError(Exception):
+class _AtLayersError(HybridCacheError, RuntimeError):
     """A forward pass has come to its layers."""
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..cache import HybridCache, WholeSteps
+from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, Attend, Call, Memory, Place, StepProgram
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
@@ -18,7 +19,7 @@ from .schedule import reads_of, writes_of
 from .stages import Stages
 
 
-class UnfitStepError(Exception):
+class UnfitStepError(HybridCacheError, RuntimeError):
     """A step is not one that was recorded; the message says why."""
 
 
@@ -125,7 +126,7 @@ class StepPlan:
         return self._result.clone()
 
     def _fitting(self, view: torch.Tensor, source: StageValue) -> torch.Tensor:
-        """What a stage is given, if it is of the kind that was recorded."""
+        """Return what a stage is given, if it is of the kind that was recorded."""
         value = self._values[source]
         fits = (
             value.dtype == view.dtype

@@ -1,5 +1,5 @@
 """
-What torch's operations are as instructions on rows.
+Operations of torch as instructions on rows.
 
 Arithmetic is float32 inside an operation, and rounded once at its end, as torch's kernels for the CPU do it.
 """

@@ -92,7 +92,7 @@ def test_cpu_fraction_when_a_side_ends_last_then_it_gets_fewer_tokens(
 ):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, cpu_decode="auto")
-    for name, number in (("_NOT_COUNTED", 4), ("_COUNTED", 12)):
+    for name, number in (("_NOT_COUNTED", 2), ("_COUNTED", 6)):
         monkeypatch.setattr(cpu_fraction, name, number)
     ids = random_prompt(1, 500)
     expected = decode(model, ids, DynamicCache(config=model.config))

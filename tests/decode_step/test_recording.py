@@ -48,6 +48,7 @@ REASONS: dict[str, str] = {
     "Bloom": "what BloomAttention takes or gives is not of rows",
     "Dory": "it computes between its layers",
     "FalconMamba": "none of its products is one of kernels",
+    "GPT2": "none of its products is one of kernels",  # columns of its weights come before rows
     "GlmMoeDsa": "a trial of its layers ends with RuntimeError",
     "HYV4": "what HYV4Attention returns is not of rows",
     "Inkling2LoopText": "it computes between its layers",

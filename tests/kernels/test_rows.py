@@ -75,7 +75,7 @@ SPECIAL = [
 
 
 def of_torch(name: str, *operands: Any) -> torch.Tensor:
-    """What torch gives, of float32."""
+    """Return what torch gives, of float32."""
     result: torch.Tensor = OF_TORCH.get(name, getattr(torch, name, None))(*operands)  # type: ignore[misc]
     return result.float()
 
@@ -208,9 +208,7 @@ EXACT = ["copy", "neg", "abs", "sqrt", "add", "sub", "mul", "div", "maximum", "m
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([*EXACT, *sorted(REDUCTIONS)]))
-def test_instruction_when_arrays_lie_anyhow_then_as_torch_and_nothing_else_is_written(
-    data: st.DataObject, name: str
-) -> None:
+def test_instruction_when_arrays_lie_anyhow_then_as_torch(data: st.DataObject, name: str) -> None:
     draw, rows = data.draw, data.draw(st.integers(1, 3))
     torch.manual_seed(draw(st.integers(0, 99)))
     recorded = Recorded(rows)
@@ -426,7 +424,7 @@ class Layer:
         (torch.bfloat16, True, 5.0, False),
     ],
 )
-def test_layer_when_of_rows_then_as_torch_and_with_the_same_bits_as_each_row_alone(
+def test_layer_when_of_rows_then_as_torch_and_as_each_row_alone(
     dtype: torch.dtype, is_quantized: bool, cap: float | None, has_sinks: bool
 ) -> None:
     layer = Layer(5, dtype, is_quantized, cap, has_sinks)
@@ -437,7 +435,7 @@ def test_layer_when_of_rows_then_as_torch_and_with_the_same_bits_as_each_row_alo
         assert torch.equal(layer.run([row])[0], written[row])
 
 
-def test_program_when_python_is_called_between_then_it_works_on_what_rows_have_and_give() -> None:
+def test_program_when_python_is_called_between_then_it_works_on_rows() -> None:
     recorded = Recorded(3)
     given, result = recorded.holds(torch.randn(3, 40)), recorded.holds(torch.zeros(3, 40))
     doubled = recorded.make("add", given, given)

@@ -120,7 +120,7 @@ def test_read_states_are_the_layers_own_until_the_next_step():
     assert torch.allclose(*logits, atol=1e-5)
 
 
-def test_layer_when_read_after_its_edit_was_stored_then_gives_what_is_stored():
+def test_layer_when_read_after_its_edit_then_gives_what_is_stored():
     cache = filled(ALL["8 bits"])
     cache.layers[0].values[:, :, 150] += 3
     copied = copy.deepcopy(cache)  # which stores the edit, quantized anew

@@ -246,7 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
         if tokens:
             self.shorten_plain(max(0, self.num_tokens - tokens))
 
-    @precondition(lambda self: self.num_tokens > 0 and not (self.setup.is_shard and self.setup.codecs))
+    @precondition(lambda self: self.num_tokens > 0 and not (self.setup.is_shard and self.ours.codecs))
     @rule(mode=MODES)
     def checkpoint(self, mode: Mode) -> None:
         with mode():

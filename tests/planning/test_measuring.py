@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.decode_step import fuse_where_known
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import Machine, MeasureError, make_plans, measured_plans, measuring, model_cost
 from hf_hybrid_cache.planning.candidates import Candidate, Strategy
@@ -58,7 +59,7 @@ def operations_of_the_whole(family: str, candidate: Candidate, clock: Clock, con
         return clock.now - before
 
     own = 0 if continuations == 1 else CHUNK
-    with clock:
+    with clock, fuse_where_known(model):
         of_prompt = sum(read(1, CHUNK) for _ in range(0, CONTEXT - own, CHUNK))
         if continuations > 1:
             cache.batch_repeat_interleave(continuations)

@@ -152,7 +152,8 @@ class ShardedMachine(CacheMachine):
 def at_random(name: str) -> None:
     # Factors of channels are for the heads of the config.
     sizes = {"num_kv_heads": 4, "group": 1} if name == "quantized_balanced" else {"key_dim": 16, "value_dim": 48}
-    setup = Setup(makers=(partial(shared, name), partial(plain, name)), num_layers=2, integer_kernels=False, **sizes)
+    makers = partial(shared, name), partial(plain, name)
+    setup = Setup(makers=makers, num_layers=2, integer_kernels=False, is_shard=True, **sizes)
     # All draw the same.
     options = {"stateful_step_count": 25, "derandomize": True, "database": None, "phases": [Phase.generate]}
     machine = type(

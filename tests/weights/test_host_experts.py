@@ -112,7 +112,7 @@ def test_indices_and_biases_of_other_types_compute_the_same_or_are_refused(famil
                 module(tokens, chosen, weights)
 
 
-def test_experts_with_columns_before_rows_when_moved_then_a_kernel_reads_them():
+def test_experts_of_columns_when_moved_then_a_kernel_reads_them():
     """gpt-oss keeps them so; they are laid out in rows once, and stay the same numbers in the same shape."""
     model, moved = expert_model("gpt_oss"), expert_model("gpt_oss")
     assert ExpertLayer(first_experts(model)).up.products is None

@@ -124,7 +124,7 @@ class Attend(NamedTuple):
 
 class Call(NamedTuple):
     """
-    What the caller does between two runs of the kernels, see `StepProgram.run`.
+    A function that the caller calls between two runs of the kernels, see `StepProgram.run`.
 
     Attributes:
         storages: keys of those of `scratch` that it reads or writes.

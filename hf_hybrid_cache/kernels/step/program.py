@@ -137,7 +137,7 @@ class StepProgram:
             self.take(())
 
     def memory_of(self, storage: int) -> Memory:
-        """Where a storage lies, of `scratch` or `given`."""
+        """Return where a storage lies, of `scratch` or `given`."""
         return self._memory[storage]
 
     def take(self, layers: Sequence[StoredBlocks]) -> None:
@@ -331,7 +331,7 @@ def _as_lines(
 
 
 def _operand_of(product: ProductOf) -> tuple:
-    """What products have in common that share the operand: the tokens, and the form for the weights."""
+    """The parts that products with one operand have in common: the tokens, and the form for the weights."""
     weights = product.products.weights
     return product.tokens, weights.kind == PANELS, weights.bits, weights.group, weights.operand_columns
 
