@@ -136,9 +136,9 @@ def call_module(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any
     return module(*args, **options)
 
 
-def run_own(decoder: Any, cache: HybridCache, tokens: torch.Tensor) -> torch.Tensor:
-    """Run the decoder's own forward; return its states."""
-    states: torch.Tensor = Stages(decoder, ()).run(cache, lambda *_: None, input_ids=tokens)[0]
+def run_own(decoder: Any, cache: HybridCache, **given: Any) -> torch.Tensor:
+    """Run the decoder's own forward with further arguments; return its states."""
+    states: torch.Tensor = Stages(decoder, ()).run(cache, lambda *_: None, **given)[0]
     return states
 
 

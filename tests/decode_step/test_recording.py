@@ -116,6 +116,13 @@ class Positive(nn.Module):
         return states if states.sum() > 0 else 2 * states
 
 
+class Sensitive(nn.Module):
+    """Makes much of rounding, as a router does that chooses between experts that are close."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + torch.sin(states * 1e5)
+
+
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "it has no list of layers": lambda: made(LlamaConfig(**SIZES | {"num_hidden_layers": 0})),
     "in torch.float16": lambda: made(dtype=torch.float16),
@@ -127,6 +134,12 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_fuse_decode_when_a_step_is_none_of_rows_then_says_why(reason: str):
     assert reason in refusal(REFUSED[reason]())
+
+
+def test_fuse_decode_when_rounding_changes_much_then_a_step_is_fused():
+    model = with_norm(Sensitive().eval())
+    fuse_decode(model)
+    assert is_fused(model)
 
 
 def change_twins(change: Callable[[Any], object], **settings: Any) -> Twins:
