@@ -19,7 +19,7 @@ from .attention.codes import quantized_attention_kernels
 from .attention.prefill_attention import prefill_kernels
 from .attention.workspace import uses_prefill_kernel
 from .forms.blocks import coding_kernels
-from .forms.panels import panel_kernels
+from .forms.panels import WEIGHT_BITS, panel_kernels
 from .vector.compiled import Needed
 from .vector.kernel_files import is_said
 from .vector.threads import get_num_threads
@@ -56,7 +56,7 @@ def compile_in_background(element: np.dtype, is_quantized: bool = False) -> None
 def compile_quantized_weights_in_background(element: np.dtype, has_experts: bool) -> None:
     """Start to compile the quantization of weights of `element`, products with them, and experts with such weights."""
     needed = panel_kernels()
-    if uses_gemm(is_bfloat16=element == np.uint16):
+    if uses_gemm(min(WEIGHT_BITS), is_bfloat16=element == np.uint16):
         needed += gemm_kernels()
     needed += product_kernels()
     if has_experts:

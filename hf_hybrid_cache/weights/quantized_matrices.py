@@ -96,7 +96,7 @@ class QuantizedMatrices(Matrices):
         dtype, shape = tokens.dtype, tokens.shape
         num_tokens = tokens.numel() // shape[-1]
         is_bfloat16 = dtype == torch.bfloat16
-        by_gemm = num_tokens > _MOST_FINE_TOKENS and uses_gemm(is_bfloat16)
+        by_gemm = num_tokens > _MOST_FINE_TOKENS and uses_gemm(self.layout.bits, is_bfloat16)
         by_torch = num_tokens > MOST_TOKENS and not by_gemm
         # The kernels do not read float16. Without bfloat16 instructions torch takes three times as long as in float32.
         if dtype == torch.float16 or (by_torch and is_bfloat16 and not _has_bfloat16()):

@@ -113,7 +113,7 @@ def test_products_when_all_is_random_then_are_those_with_the_codes(data: st.Data
     num_tokens = 400 if is_long else draw(st.sampled_from([1, 2, 3, 5, 6, 8, 9, 21, FINE_TOKENS + 1, MOST_TOKENS + 1]))
     matrices, exact = made(kind, rows, columns, dtype, group=group)
     is_exact = draw(st.booleans())
-    by_gemm = not is_exact and num_tokens > FINE_TOKENS and uses_gemm(dtype == torch.bfloat16)
+    by_gemm = not is_exact and num_tokens > FINE_TOKENS and uses_gemm(QUANTIZED[kind], dtype == torch.bfloat16)
     by_torch = not by_gemm and num_tokens > MOST_TOKENS
     numbers = random_numbers(num_tokens, columns, seed=draw(st.integers(0, 99)))
     if dtype != torch.float16:  # which would overflow
@@ -151,9 +151,9 @@ def test_products_when_all_is_random_then_are_those_with_the_codes(data: st.Data
     count("products compared with float64")
 
 
-@pytest.mark.skipif(not uses_gemm(False), reason="the processor does not add up four products of 8 bits")
+@pytest.mark.skipif(not uses_gemm(4, False), reason="the processor does not add up four products of 8 bits")
 def test_many_tokens_are_rounded_to_8_bits_unless_products_shall_be_exact(request: pytest.FixtureRequest):
-    (matrices, exact), tokens = made("8 bits", 130, 200), random_numbers(MOST_TOKENS + 1, 200)
+    (matrices, exact), tokens = made("4 bits", 130, 200), random_numbers(MOST_TOKENS + 1, 200)
     products = tokens.double() @ exact[0].T
     assert (matrices.multiply(tokens).double() - products).norm() > 2e-3 * products.norm()
     request.getfixturevalue("exact_kernels")

@@ -10,15 +10,16 @@ Sums of integers must stay within 32 bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from llvmlite import ir
 
 from . import vector_ir as vec
 from .processor import AVX2, AVX512, AVX512_VNNI, AVX_VNNI, has_features
-from .vector_ir import FLOATS, INT8, INT16, INT32, INTS, LANES
+from .vector_ir import FLOATS, INT8, INT16, INT32, INT64, INTS, LANES
 
 MultiplyAdd = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+MultiplyFours = Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]
 QuadDot = Callable[[ir.IRBuilder, Sequence[tuple[ir.Value, ir.Value]], ir.Value], ir.Value]
 Dot = TypeVar("Dot")
 
@@ -34,6 +35,77 @@ def pair_dot() -> MultiplyAdd | None:
 def quad_dot() -> QuadDot | None:
     """The dot product of fours that the processor has; `None` if it has none."""
     return _of_processor(_quads_of_avx512_vnni, _quads_of_avx_vnni, _quads_of_avx512, _quads_of_avx2)
+
+
+class QuadSums(NamedTuple):
+    """
+    Running sums of products of fours, of which one operand is the same four in all lanes.
+
+    Attributes:
+        zero: no products yet.
+        add: adds the products of unsigned codes with the four signed numbers some bytes after an address.
+        widened: the sums, in lanes of 32 bits.
+        panels: those of a tile whose sums stay in registers.
+        tokens: likewise.
+    """
+
+    zero: ir.Value
+    add: Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value, int], ir.Value]
+    widened: Callable[[ir.IRBuilder, ir.Value], ir.Value]
+    panels: int
+    tokens: int
+
+
+def quad_sums() -> QuadSums | None:
+    """
+    The sums of products of fours that the processor has; `None` if it has none.
+
+    Without VNNI they are of 16 bits: of codes of 4 bits, and of at most eight fours.
+    """
+    makers = _sums_of_avx512_vnni, _sums_of_avx_vnni, _sums_of_avx512, _sums_of_avx2
+    make = _of_processor(*makers)
+    return None if make is None else make()
+
+
+def _sums_of_avx512_vnni() -> QuadSums:
+    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
+        # An operand in memory needs no register.
+        kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
+        instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
+        return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
+
+    return QuadSums(vec.ints(0), add, lambda _, total: total, 2, 6)
+
+
+def _sums_of_avx_vnni() -> QuadSums:
+    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
+        return _quads_of_avx_vnni(builder, [(codes, _four_at(builder, address, offset))], total)
+
+    return QuadSums(vec.ints(0), add, lambda _, total: total, 1, 3)
+
+
+def _sums_of_avx512() -> QuadSums:
+    return _sums_of_halves(_quads_by_avx512, _pairs_of_avx512, 2, 6)
+
+
+def _sums_of_avx2() -> QuadSums:
+    return _sums_of_halves(_quads_by_avx2, _pairs_of_avx2, 1, 3)
+
+
+def _sums_of_halves(multiply: MultiplyFours, add_pairs: MultiplyAdd, panels: int, tokens: int) -> QuadSums:
+    """Sums in 16 bits."""
+
+    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
+        return builder.add(total, multiply(builder, codes, _four_at(builder, address, offset)))
+
+    def widened(builder: ir.IRBuilder, total: ir.Value) -> ir.Value:
+        return add_pairs(builder, builder.bitcast(total, INTS), vec.ints(_ONES), vec.ints(0))
+
+    return QuadSums(ir.Constant(_HALVES, [0] * 2 * LANES), add, widened, panels, tokens)
+
+
+def _four_at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
+    return vec.splat(builder, vec.load(builder, builder.add(address, INT64(offset)), INT32))
 
 
 def _of_processor(*dots: Dot) -> Dot | None:
@@ -91,25 +163,26 @@ _ONES = 0x10001
 
 
 def _quads_of_avx512(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value, ir.Value]], c: ir.Value) -> ir.Value:
-    def multiply(a: ir.Value, b: ir.Value) -> ir.Value:
-        operands = (builder.bitcast(each, _BYTES) for each in (a, b))
-        return vec.call(builder, "llvm.x86.avx512.pmaddubs.w.512", _HALVES, *operands)
-
-    return _pairs_of_avx512(builder, _added_up(builder, multiply, pairs), vec.ints(_ONES), c)
+    return _pairs_of_avx512(builder, _added_up(builder, _quads_by_avx512, pairs), vec.ints(_ONES), c)
 
 
 def _quads_of_avx2(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value, ir.Value]], c: ir.Value) -> ir.Value:
-    def multiply(a: ir.Value, b: ir.Value) -> ir.Value:
-        return builder.bitcast(_in_halves(builder, "llvm.x86.avx2.pmadd.ub.sw", INT8, INT16, a, b), _HALVES)
-
-    return _pairs_of_avx2(builder, _added_up(builder, multiply, pairs), vec.ints(_ONES), c)
+    return _pairs_of_avx2(builder, _added_up(builder, _quads_by_avx2, pairs), vec.ints(_ONES), c)
 
 
-def _added_up(
-    builder: ir.IRBuilder, multiply: Callable[..., ir.Value], pairs: Sequence[tuple[ir.Value, ir.Value]]
-) -> ir.Value:
+def _quads_by_avx512(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    operands = (builder.bitcast(each, _BYTES) for each in (a, b))
+    return vec.call(builder, "llvm.x86.avx512.pmaddubs.w.512", _HALVES, *operands)
+
+
+def _quads_by_avx2(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.bitcast(_in_halves(builder, "llvm.x86.avx2.pmadd.ub.sw", INT8, INT16, a, b), _HALVES)
+
+
+def _added_up(builder: ir.IRBuilder, multiply: MultiplyFours, pairs: Sequence[tuple[ir.Value, ir.Value]]) -> ir.Value:
     """The sum of all pairs' products in halves of lanes, as lanes of 32 bits."""
-    return builder.bitcast(vec.reduced(builder, [multiply(a, b) for a, b in pairs], ir.IRBuilder.add), INTS)
+    products = [multiply(builder, a, b) for a, b in pairs]
+    return builder.bitcast(vec.reduced(builder, products, ir.IRBuilder.add), INTS)
 
 
 def _in_halves(builder: ir.IRBuilder, intrinsic: str, taken: ir.Type, given: ir.Type, *vectors: ir.Value) -> ir.Value:

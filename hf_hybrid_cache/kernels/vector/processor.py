@@ -45,6 +45,15 @@ def has_gemm() -> bool:
     return has_features(AVX512_VNNI)
 
 
+def has_products_of_bytes(bits: int) -> bool:
+    """
+    Whether codes of so many bits are multiplied with 8-bit integers, four at a time, faster than float32.
+
+    Without VNNI (x86-64 with AVX2) two products are added in 16 bits, where those of codes of 8 bits have no place.
+    """
+    return has_features(AVX512_VNNI) or has_features(AVX_VNNI) or (bits <= 4 and has_pair_dot())
+
+
 def has_bfloat16_products() -> bool:
     """Whether bfloat16 are multiplied in pairs (x86-64 with AVX512-BF16)."""
     return sys.byteorder == "little" and has_features(_AVX512_BF16)
@@ -66,8 +75,8 @@ def set_integer_kernels(enabled: bool | None) -> None:
 
     In attention over quantized blocks, integer dot products round the query and the weights relative to the largest of
     their row and block: to 16 bits for codes of 8 bits, to 8 bits for smaller codes. In products of a prompt with
-    quantized weights, they round the tokens to 8 bits between the least and the largest of 32 channels, if the
-    processor has the instruction (x86-64 with AVX512-VNNI).
+    quantized weights, they round the tokens to 8 bits between the least and the largest of 32 channels, with weights in
+    8 bits only if the processor has VNNI.
 
     Args:
         enabled: `None`, the default, uses them if the processor has them (x86-64 with AVX2). `False` uses the portable

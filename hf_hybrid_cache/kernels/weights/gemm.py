@@ -3,7 +3,7 @@ Products of quantized weights with many tokens, by the processor's products of 8
 
 Tokens are rounded in strips of 32 columns to `step * (q + zero)`, a block of them at a time, which stays in the
 second-level cache. Then each thread takes some pairs of panels at a time and multiplies them with a block, six tokens
-and two panels together.
+and two panels together, or as many of them at a time as there are registers for.
 
 A weight is `minimum + scale * code`. So a strip adds `scale * step * sum((q + zero) * code) + minimum * total`. The sum
 is of integers, four products in an instruction; `total` is the sum of the rounded numbers. `forms.panels` describes a
@@ -20,16 +20,16 @@ from numba.extending import intrinsic
 from ..forms.panels import STRIP, for_width, quads_of_codes, scales_and_minima, strip_lines
 from ..vector import vector_ir as vec
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
-from ..vector.dots import quad_dot
+from ..vector.dots import quad_dot, quad_sums
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import Numbers, address_of, keep
 from ..vector.parallel import split_work, team_of_kernels, threads_of
-from ..vector.processor import has_amx, has_gemm, uses_integer_kernels
+from ..vector.processor import has_amx, has_products_of_bytes, uses_integer_kernels
 from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 from .operands import round_strip, whole_group
 from .products import Products, Weights, factor_at, load_bias, part_of, store_outputs
 
-# A tile of these panels and tokens has as many sums, of integers and of floats, as there are registers for.
+# Panels and tokens of a tile: as many sums, of integers and of floats, as AVX-512 has registers for.
 _PANELS, _TOKENS = 2, 6
 # Numbers of a strip: of each panel scales, minima and sums of codes; of each token its step, total and zero.
 _PANEL_NUMBERS, _TOKEN_NUMBERS = 3, 3
@@ -60,9 +60,9 @@ class _Tiles(NamedTuple):
     parts: int  # of each block
 
 
-def uses_gemm(is_bfloat16: bool) -> bool:
-    """Whether many tokens are multiplied by this kernel. With AMX torch multiplies bfloat16 faster."""
-    return uses_integer_kernels() and has_gemm() and not (is_bfloat16 and has_amx())
+def uses_gemm(bits: int, is_bfloat16: bool) -> bool:
+    """Whether this kernel multiplies many tokens with codes of `bits`. With AMX torch multiplies bfloat16 faster."""
+    return uses_integer_kernels() and has_products_of_bytes(bits) and not (is_bfloat16 and has_amx())
 
 
 def multiply_many(
@@ -210,12 +210,12 @@ def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_sh
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         bits, panel, strips, group_shift, out = arguments
-        if not has_gemm():
-            return context.get_dummy_value()
         dot = quad_dot()
-        assert dot is not None
 
         def run(width: int) -> None:
+            if dot is None or not has_products_of_bytes(width):
+                return
+
             def add_strip(strip: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
                 start, words = _strip_places(builder, strip, group_shift, width)
                 total = vec.ints(0)
@@ -235,13 +235,6 @@ def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_sh
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
-
-
-def _dot_with_quad(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
-    """`total` plus the products of four codes in each lane with a quad in memory, which then needs no register."""
-    kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
-    instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
-    return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
 
 
 @intrinsic
@@ -269,58 +262,76 @@ def _multiply_tile(
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         bits, panel, second_panel, panel_numbers, strips, group_shift, *others = arguments
         integers, token_numbers, out = others
-        if not has_gemm():
-            return context.get_dummy_value()
+        sums = quad_sums()
         add, multiply = builder.add, builder.mul
-        outputs = _TOKENS * _PANELS
 
         def run(width: int) -> None:
-            def add_strip(strip: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                of_panel = add(panel_numbers, multiply(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
-                of_token = add(token_numbers, multiply(strip, INT64(_TOKEN_NUMBERS * _TOKENS * 4)))
+            if sums is None or not has_products_of_bytes(width):
+                return
+            panels, tokens = range(sums.panels), range(sums.tokens)
+            tiles_of_panels = _TOKENS // sums.tokens
 
-                def number_of_panel(which: int, index: int, kind: ir.Type) -> ir.Value:
-                    line = INT64((which * _PANEL_NUMBERS + index) * CACHE_LINE)
-                    return vec.load(builder, add(of_panel, line), kind)
+            def run_tile(tile: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                """A part of the tile, whose sums stay in registers."""
+                first_panel = multiply(builder.sdiv(tile, INT64(tiles_of_panels)), INT64(sums.panels))
+                first_token = multiply(builder.srem(tile, INT64(tiles_of_panels)), INT64(sums.tokens))
+                is_second = builder.icmp_signed(">", first_panel, INT64(0))
+                panels_of_tile = [builder.select(is_second, second_panel, panel), second_panel][: sums.panels]
+                start_of_panels = add(panel_numbers, multiply(first_panel, INT64(_PANEL_NUMBERS * CACHE_LINE)))
+                start_of_tokens = add(token_numbers, multiply(first_token, INT64(4)))
+                start_of_quads = add(integers, multiply(first_token, INT64(STRIP)))
 
-                def number_of_token(token: int, index: int, kind: ir.Type) -> ir.Value:
-                    place = INT64((index * _TOKENS + token) * 4)
-                    return vec.splat(builder, vec.load(builder, add(of_token, place), kind))
+                def add_strip(strip: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                    of_panel = add(start_of_panels, multiply(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
+                    of_token = add(start_of_tokens, multiply(strip, INT64(_TOKEN_NUMBERS * _TOKENS * 4)))
 
-                sums_of_codes = [number_of_panel(which, 2, INTS) for which in range(_PANELS)]
-                dots = []
-                for token in range(_TOKENS):
-                    zero = number_of_token(token, 2, INT32)
-                    dots += [multiply(sum_of_codes, zero) for sum_of_codes in sums_of_codes]
-                _, words = _strip_places(builder, strip, group_shift, width)
-                starts = [add(each, words) for each in (panel, second_panel)]
-                quads = add(integers, multiply(strip, INT64(_TOKENS * STRIP)))
-                quad = 0
-                for line in range(strip_lines(width)):
-                    # One row at a time, as there are few registers left.
-                    loaded = [vec.load(builder, add(start, INT64(line * CACHE_LINE)), INTS) for start in starts]
-                    for codes in zip(*(quads_of_codes(builder, each, width) for each in loaded), strict=True):
-                        for token in range(_TOKENS):
-                            place = token * STRIP + quad * 4
-                            for which, each in enumerate(codes):
-                                output = token * _PANELS + which
-                                dots[output] = _dot_with_quad(builder, each, quads, place, dots[output])
-                        quad += 1
-                results = []
-                scales, minima = (
-                    [number_of_panel(which, index, FLOATS) for which in range(_PANELS)] for index in range(2)
-                )
-                for token in range(_TOKENS):
-                    step, total = (number_of_token(token, index, FLOAT) for index in range(2))
-                    for which in range(_PANELS):
-                        output = token * _PANELS + which
-                        result = vec.multiply_add(builder, minima[which], total, totals[output])
-                        stepped = builder.fmul(builder.sitofp(dots[output], FLOATS), step)
-                        results.append(vec.multiply_add(builder, scales[which], stepped, result))
-                return results
+                    def number_of_panel(which: int, index: int, kind: ir.Type) -> ir.Value:
+                        line = INT64((which * _PANEL_NUMBERS + index) * CACHE_LINE)
+                        return vec.load(builder, add(of_panel, line), kind)
 
-            for output, result in enumerate(vec.loop(builder, strips, [vec.floats(0.0)] * outputs, add_strip)):
-                vec.store(builder, result, add(out, INT64(output * CACHE_LINE)))
+                    def number_of_token(token: int, index: int, kind: ir.Type) -> ir.Value:
+                        place = INT64((index * _TOKENS + token) * 4)
+                        return vec.splat(builder, vec.load(builder, add(of_token, place), kind))
+
+                    _, words = _strip_places(builder, strip, group_shift, width)
+                    starts = [add(each, words) for each in panels_of_tile]
+                    quads = add(start_of_quads, multiply(strip, INT64(_TOKENS * STRIP)))
+                    dots = [sums.zero for _ in tokens for _ in panels]
+                    quad = 0
+                    for line in range(strip_lines(width)):
+                        # One row at a time, as there are few registers left.
+                        loaded = [vec.load(builder, add(start, INT64(line * CACHE_LINE)), INTS) for start in starts]
+                        for codes in zip(*(quads_of_codes(builder, each, width) for each in loaded), strict=True):
+                            for token in tokens:
+                                place = token * STRIP + quad * 4
+                                for which, each in enumerate(codes):
+                                    output = token * sums.panels + which
+                                    dots[output] = sums.add(builder, dots[output], each, quads, place)
+                            quad += 1
+                    results = []
+                    scales, minima = ([number_of_panel(which, index, FLOATS) for which in panels] for index in range(2))
+                    for token in tokens:
+                        step, total = (number_of_token(token, index, FLOAT) for index in range(2))
+                        zero = number_of_token(token, 2, INT32)
+                        for which in panels:
+                            output = token * sums.panels + which
+                            codes_times_zero = multiply(number_of_panel(which, 2, INTS), zero)
+                            dot = add(sums.widened(builder, dots[output]), codes_times_zero)
+                            result = vec.multiply_add(builder, minima[which], total, totals[output])
+                            stepped = builder.fmul(builder.sitofp(dot, FLOATS), step)
+                            results.append(vec.multiply_add(builder, scales[which], stepped, result))
+                    return results
+
+                zeros = [vec.floats(0.0)] * (sums.panels * sums.tokens)
+                for output, result in enumerate(vec.loop(builder, strips, zeros, add_strip)):
+                    token, which = divmod(output, sums.panels)
+                    place = add(
+                        multiply(add(first_token, INT64(token)), INT64(_PANELS)), add(first_panel, INT64(which))
+                    )
+                    vec.store(builder, result, add(out, multiply(place, INT64(CACHE_LINE))))
+                return carried
+
+            vec.loop(builder, INT64(tiles_of_panels * (_PANELS // sums.panels)), [], run_tile)
 
         for_width(builder, bits, run)
         return context.get_dummy_value()
