@@ -1,5 +1,7 @@
 """The notebooks run from top to bottom, and the committed ones show what they print and draw."""
 
+import ast
+import importlib
 import importlib.util
 import os
 import re
@@ -65,3 +67,16 @@ def test_a_notebook_runs_from_top_to_bottom(source: Path, tmp_path: Path):
 def test_a_committed_notebook_shows_what_it_prints_and_draws():
     for source in SOURCES:
         check_outputs(nbformat.read(source, as_version=4))
+
+
+def test_what_notebooks_import_of_this_project_is_there():
+    cells = [cell.source for source in SOURCES for cell in code_cells(nbformat.read(source, as_version=4))]
+    imports = [
+        (node.module, name.name)
+        for cell in cells
+        for node in ast.walk(ast.parse(re.sub(r"(?m)^[%!].*", "", cell)))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("hf_hybrid_cache", "experiments"))
+        for name in node.names
+    ]
+    assert len(imports) > 10
+    assert not [each for each in imports if not hasattr(importlib.import_module(each[0]), each[1])]

@@ -132,7 +132,8 @@ class HostBudget:
     Host memory that the layers of one cache hold.
 
     A model's layers grow one after the other to the same length, so the first that grows asks for all of them: a
-    context that does not fit is refused before its first layer is stored, not in the middle of the model.
+    context that does not fit is refused before its first layer is stored, not in the middle of the model. The others
+    do not ask again: that would take as long as attention to a short prompt.
 
     Args:
         num_stores: number of layers that will hold tokens in host memory.
@@ -147,6 +148,8 @@ class HostBudget:
         self.expected_length = expected_length
         # Entries, and bytes of an entry, by who holds them.
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        # The entries that the last layer asked for, the bytes of one, and the entries that it was granted.
+        self._asked = 0, 0, 0
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """Return an empty budget, in which the copies of the layers note themselves."""
@@ -166,6 +169,11 @@ class HostBudget:
             HostMemoryError: the layers would need more than is free, or nothing is held yet and the expected length
                 would; nothing is noted then.
         """
+
+        asked, asked_bytes, granted = self._asked
+        if num_entries == asked and entry_bytes <= asked_bytes and self._held:
+            self.note(holder, granted, entry_bytes)
+            return granted
 
         def need(entries: int) -> int:
             return self._missing_bytes(holder, entries, entry_bytes) + moved_bytes
@@ -187,6 +195,7 @@ class HostBudget:
                 fitting = granted + bisect_left(beyond, True, key=lambda entries: need(entries) > free)
                 self.expected_length.warn(fitting * self.entry_tokens, limit)
         self.note(holder, granted, entry_bytes)
+        self._asked = num_entries, entry_bytes, granted
         return granted
 
     def granted(self, holder: object) -> int:
