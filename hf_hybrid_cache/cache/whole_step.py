@@ -56,7 +56,7 @@ class WholeSteps:
             self.why_none = "layers of the cache hold different tokens"
         else:
             self.num_left = min((store.make_place() for store in stores), default=1)
-            self.why_none = "" if self.num_left else "a layer of the cache packs a block"
+            self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
         self.blocks = [blocks_of(store) for store in stores] if self.num_left else []
         self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
         self._places, self._versions = [each.place for each in self.blocks], [store.version for store in stores]
@@ -116,10 +116,10 @@ class WholeSteps:
         stores = self.stores
         try:
             for store in stores:
-                store.note_written()
+                store.note_written(1)
         except BaseException:
             for store in stores:
-                store.forget_uncounted()
+                store.forget_uncounted(1)
             raise
         if self.indices:
             cache._passes.note_reached(self.indices[-1])

@@ -67,6 +67,19 @@ class FusedDecode:
         decoder = self._decoder()
         return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
 
+    @property
+    def repeats_rows(self) -> bool:
+        """
+        Whether a token has the same bits whatever tokens come with it in a pass, as the model is now.
+
+        Otherwise several tokens in one pass may be others than one by one, by rounding.
+        """
+        decoder = self._decoder()
+        if decoder is None or not self._is_on:
+            return False
+        step = self.recognise(decoder).step
+        return not isinstance(step, str) and step.repeats_rows
+
     def __reduce__(self) -> Any:
         """Let a copy of the model have its own."""
         return FusedDecode, (self._decoder(),)

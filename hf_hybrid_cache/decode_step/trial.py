@@ -15,7 +15,7 @@ from ..cache import HybridCache
 from ..errors import HybridCacheError
 from ..kernels import Multiply
 from ..layers import HybridLayer
-from .recording import OpaqueError, Recorder, Recording, Step, UnrecordableError
+from .recording import OpaqueError, PythonCall, Recorder, Recording, Step, UnrecordableError
 from .schedule import schedule
 from .stages import Stages, random_tokens, run_own
 from .step_plan import StepPlan, UnfitStepError
@@ -57,6 +57,11 @@ class RecordedStep(NamedTuple):
     names: tuple[str, ...]
     recording: Recording
     steps: list[Step]
+
+    @property
+    def repeats_rows(self) -> bool:
+        """Whether a row has the same bits whatever rows come with it: Python calls nothing with all of them."""
+        return not any(isinstance(step, PythonCall) and step.of_all_rows for step in self.steps)
 
     def plan(self, decoder: nn.Module, rows: int) -> StepPlan:
         """Return the step for a number of sequences."""

@@ -59,7 +59,7 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "4 bits, not rotated": lambda config: HybridCache(config, codec=minmax(4, rotate=False)),
     "2 bits, not rotated": lambda config: HybridCache(config, codec=minmax(2, rotate=False)),
 }
-MAY_END_FUSING = "a layer of the cache packs a block"
+MAY_END_FUSING = "a layer of the cache chooses its codec"
 FIRST_STEP = "several tokens come at once"
 
 
