@@ -17,11 +17,9 @@ from ..cache import HybridCache, is_unaltered
 from ..cache_argument import passed_cache
 from .snapshot import Snapshot
 from .stages import layers_of, stage_names, undecorated
-from .step_plan import StepPlan, UnfitStepError
+from .step_plan import MOST_ROWS, StepPlan, UnfitStepError
 from .trial import RecordedStep, UnknownStepError, recorded_step, refusing, unknown_step
 
-# More rows are those of a prompt, for which products of many tokens are faster.
-MOST_ROWS = 8
 # Arguments of a step; some models hand on the last one, which only their output head uses.
 _TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_params"}
 _TAKEN |= {"logits_to_keep"}
@@ -109,11 +107,10 @@ class FusedDecode:
         if not self._is_on or torch.compiler.is_compiling():
             return type(decoder).forward(decoder, *args, **kwargs)
         out = self._run(decoder, args, kwargs)
-        if not isinstance(out, str):
-            self.fused_steps += 1
-            return out
-        self.other_passes[out] += 1
-        return type(decoder).forward(decoder, *args, **kwargs)
+        if isinstance(out, str):
+            self.other_passes[out] += 1
+            return type(decoder).forward(decoder, *args, **kwargs)
+        return out
 
     def recognise(self, decoder: PreTrainedModel) -> _Recognised:
         """Return what the model is now; it is looked at anew, and some layers are tried, if anything was changed."""
@@ -139,11 +136,9 @@ class FusedDecode:
             return "the arguments are not those of a step"
         if not isinstance(cache, HybridCache) or not is_unaltered(cache):
             return "the cache is not of this package"
-        rows, length, *_ = given_as.shape
-        if length != 1:
-            return "several tokens come at once"
-        if rows > MOST_ROWS:
-            return f"there are more than {MOST_ROWS} sequences"
+        batch, length, *_ = given_as.shape
+        if batch * length > MOST_ROWS:
+            return f"more than {MOST_ROWS} tokens come at once"
         if why_other := _why_other(decoder, given):
             return why_other
         recognised = self.recognise(decoder)
@@ -152,11 +147,35 @@ class FusedDecode:
         plan = None
         with contextlib.suppress(IndexError):
             plan = recognised.plans.pop()
-        if plan is None or plan.rows != rows:
-            plan = recognised.step.plan(decoder, rows)
-        out = _step(plan, decoder, cache, given)
+        plan = plan or recognised.step.plan(decoder)
+        why_other = plan.take(cache, batch, length)
+        if not why_other and plan.length < length:
+            recognised.plans[:] = [plan]
+            return self._run_in_two(given, plan.length, length)
+        if not why_other:
+            names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+            try:
+                out = plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
+                self.fused_steps += 1
+            except UnfitStepError as error:
+                why_other = str(error)
         recognised.plans[:] = [plan]
-        return out
+        return why_other or out
+
+    def _run_in_two(self, given: dict[str, Any], first: int, length: int) -> Any:
+        """Run a pass of `length` tokens as two, of which the first ends where a block of the cache is full."""
+        outs = []
+        for start, end in ((0, first), (first, length)):
+            part = dict(given)
+            for name in ("input_ids", "inputs_embeds", "position_ids"):
+                if (value := given.get(name)) is not None:
+                    part[name] = value[:, start:end]
+            if (mask := given.get("attention_mask")) is not None:
+                mask = mask[:, :, start:end] if mask.dim() == 4 and mask.shape[2] == length else mask
+                part["attention_mask"] = mask[..., : mask.shape[-1] - (length - end)]
+            outs.append(self(**part))
+        outs[1].last_hidden_state = torch.cat([each.last_hidden_state for each in outs], dim=1)
+        return outs[1]
 
 
 def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
@@ -173,19 +192,6 @@ def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
         return snapshot, recorded_step(decoder, names)
     except UnknownStepError as error:
         return Snapshot(decoder, names), error.why
-
-
-def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any]) -> Any:
-    """Run a step over a cache; return the output of the model, or the reason why its own forward has to run."""
-    if why_not := plan.take(cache):
-        return why_not
-    if not _sees_all(given.get("attention_mask"), plan.rows, plan.num_tokens + 1):
-        return "a mask hides tokens"
-    names = ("input_ids", "inputs_embeds", "position_ids")
-    try:
-        return plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
-    except UnfitStepError as error:
-        return str(error)
 
 
 def _raise_first(reasons: Iterator[str], name: str) -> None:
@@ -249,19 +255,13 @@ def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
     return ""
 
 
-def _sees_all(mask: Any, rows: int, num_tokens: int) -> bool:
-    """Whether a mask hides none of the tokens."""
-    if mask is None:
-        return True
-    return isinstance(mask, torch.Tensor) and mask.shape == (rows, num_tokens) and bool(mask.all())
-
-
 def fuse_decode(model: PreTrainedModel) -> FusedDecode:
     """
     Let the decode steps of a model on the CPU run in one call.
 
-    A step is one token of up to eight sequences after those in a cache of this package. Where anything else is asked
-    for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and why.
+    A step is up to 16 tokens, of one sequence or of several, after those in a cache of this package. Where anything
+    else is asked for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and
+    why.
 
     Args:
         model: any decoder whose step is one of rows; it is recorded as the model computes it. Its weights may be

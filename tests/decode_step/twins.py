@@ -60,7 +60,7 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "2 bits, not rotated": lambda config: HybridCache(config, codec=minmax(2, rotate=False)),
 }
 MAY_END_FUSING = "a layer of the cache chooses its codec"
-FIRST_STEP = "several tokens come at once"
+FIRST_STEP = "more than 16 tokens come at once"
 
 
 def made(config: PreTrainedConfig | None = None, **settings: Any) -> Any:
