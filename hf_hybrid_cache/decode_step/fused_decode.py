@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..cache import HybridCache, is_unaltered
 from ..cache_argument import passed_cache
+from ..kernels import Products
 from .snapshot import Snapshot
 from .stages import layers_of, stage_names, undecorated
 from .step_plan import MOST_ROWS, StepPlan, UnfitStepError
@@ -48,6 +50,7 @@ class FusedDecode:
     Attributes:
         fused_steps: number of steps that have run so.
         other_passes: number of forward passes that the model's own forward has run, by the reason.
+        head: the output head, if its forward is replaced, too.
     """
 
     def __init__(self, decoder: PreTrainedModel):
@@ -56,6 +59,7 @@ class FusedDecode:
         self._recognised = recognised
         # A model that refers to itself would stay in memory until Python looks for such circles.
         self._decoder = weakref.ref(decoder, lambda _: recognised.clear())
+        self.head: weakref.ref[nn.Linear] | None = None
         self._is_on = True
         self.fused_steps = 0
         self.other_passes: Counter[str] = Counter()
@@ -64,6 +68,11 @@ class FusedDecode:
     def __signature__(self) -> inspect.Signature:
         decoder = self._decoder()
         return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the last step that was looked at runs in one call."""
+        return any(not isinstance(recognised.step, str) for recognised in self._recognised)
 
     @property
     def repeats_rows(self) -> bool:
@@ -100,6 +109,9 @@ class FusedDecode:
         decoder = self._decoder()
         if decoder is not None and vars(decoder).get("forward") is self:
             del decoder.forward
+        head = None if self.head is None else self.head()
+        if head is not None and isinstance(vars(head).get("forward"), _OutputHead):
+            del head.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self._decoder()
@@ -151,6 +163,8 @@ class FusedDecode:
         why_other = plan.take(cache, batch, length)
         if not why_other and plan.length < length:
             recognised.plans[:] = [plan]
+            if not isinstance(given.get("attention_mask"), (torch.Tensor, type(None))):
+                return "a mask is not of sequences, queries and tokens"
             return self._run_in_two(given, plan.length, length)
         if not why_other:
             names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -167,15 +181,54 @@ class FusedDecode:
         outs = []
         for start, end in ((0, first), (first, length)):
             part = dict(given)
-            for name in ("input_ids", "inputs_embeds", "position_ids"):
-                if (value := given.get(name)) is not None:
+            for name, value in given.items():
+                if name == "attention_mask" and value is not None:
+                    value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
+                    part[name] = value[..., : value.shape[-1] - (length - end)]
+                elif name == "inputs_embeds" and value is not None:
                     part[name] = value[:, start:end]
-            if (mask := given.get("attention_mask")) is not None:
-                mask = mask[:, :, start:end] if mask.dim() == 4 and mask.shape[2] == length else mask
-                part["attention_mask"] = mask[..., : mask.shape[-1] - (length - end)]
+                elif name in ("input_ids", "position_ids") and value is not None:
+                    part[name] = value[..., start:end]
             outs.append(self(**part))
         outs[1].last_hidden_state = torch.cat([each.last_hidden_state for each in outs], dim=1)
         return outs[1]
+
+
+class _OutputHead:
+    """
+    Computes the logits of a few tokens by kernels, in the place of the forward of a linear head in full precision.
+
+    So those of a token have the same bits whatever tokens come with it. Of a quantized head they have them anyway.
+    """
+
+    def __init__(self, fused: FusedDecode, head: nn.Linear):
+        self._fused, self._head = fused, weakref.ref(head)
+        fused.head = self._head
+
+    def __reduce__(self) -> Any:
+        return _OutputHead, (self._fused, self._head())
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        head = self._head()
+        assert head is not None
+        weight, bias, is_bfloat16 = head.weight, head.bias, states.dtype == torch.bfloat16
+        fits = (
+            1 <= states.numel() // max(1, states.shape[-1]) <= MOST_ROWS
+            and all(type(each) is nn.Parameter and each.is_contiguous() for each in (weight, bias) if each is not None)
+            and all(each.is_cpu and each.dtype == states.dtype for each in (states, weight, bias) if each is not None)
+            and (is_bfloat16 or states.dtype == torch.float32)
+            and states.shape[-1] == weight.shape[1]
+            and self._fused.has_step
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+        )
+        if not fits:
+            return type(head).forward(head, states)
+        rows, columns = weight.shape
+        states, out = states.contiguous(), states.new_empty(*states.shape[:-1], rows)
+        products = Products.of_numbers(weight.data_ptr(), 1, rows, columns, is_bfloat16)
+        num_tokens, of_bias = states.numel() // columns, 0 if bias is None else bias.data_ptr()
+        products.multiply(0, states.data_ptr(), num_tokens, is_bfloat16, of_bias, out.data_ptr())
+        return out
 
 
 def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
@@ -306,6 +359,9 @@ def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
     fused = FusedDecode(decoder)
     if there is None or is_own_forward(there, vars(decoder)):
         decoder.forward = fused
+        head: Any = model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
+            vars(head)["forward"] = _OutputHead(fused, head)
     return fused
 
 
