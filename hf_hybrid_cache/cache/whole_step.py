@@ -1,7 +1,8 @@
 """Decode steps that write the states of all layers in one call, instead of layer by layer through `update`."""
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from ..attention import blocks_of, place_of
 from ..layers import HybridLayer
 from ..storage import Store
 from .hybrid_cache import HybridCache
+
+# Of tokens that may follow where no layer is ours.
+_ANY_NUMBER = sys.maxsize
 
 
 def is_unaltered(cache_or_layer: object) -> bool:
@@ -20,7 +24,7 @@ def is_unaltered(cache_or_layer: object) -> bool:
 
 class WholeSteps:
     """
-    Steps of one token, of which a kernel writes keys and values to our layers. They keep nothing of the cache alive.
+    Steps whose keys and values a kernel writes to our layers. They keep nothing of the cache alive.
 
     Args:
         cache: its tokens.
@@ -31,7 +35,7 @@ class WholeSteps:
     Attributes:
         indices: of our layers.
         blocks: the records of the layers' tokens, to which a step adds the next one.
-        num_left: how many steps may follow now; 0 if a layer has something else to do first.
+        num_left: how many tokens may follow now, in one step or several; 0 if a layer has something to do first.
         why_none: the reason why not, or an empty string.
 
     Raises:
@@ -55,8 +59,8 @@ class WholeSteps:
         elif len({store.num_tokens for store in stores}) > 1:
             self.why_none = "layers of the cache hold different tokens"
         else:
-            self.num_left = min((store.make_place() for store in stores), default=1)
-            self.why_none = "" if self.num_left else "a layer of the cache packs a block"
+            self.num_left = min((store.make_place() for store in stores), default=_ANY_NUMBER)
+            self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
         self.blocks = [blocks_of(store) for store in stores] if self.num_left else []
         self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
         self._places, self._versions = [each.place for each in self.blocks], [store.version for store in stores]
@@ -66,15 +70,6 @@ class WholeSteps:
         """The stores of the layers."""
         found = [store() for store in self._stores]
         return [store for store in found if store is not None]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that every layer holds."""
-        if stores := self.stores:
-            return stores[0].num_tokens
-        cache = self._cache()
-        assert cache is not None
-        return cache._contents.num_tokens
 
     def are_of(self, cache: HybridCache) -> bool:
         """Return whether a step may follow in this cache, of which nothing but these steps has changed a layer."""
@@ -102,24 +97,28 @@ class WholeSteps:
         if not self._has_updates:
             cache._passes.note_access(self.indices[0], "keys and values")
         cache._stores.note_pass(0)
-        self.count_next()
 
-    def count_next(self) -> None:
-        """Count the token to come in the records; the stores count it once it is written."""
-        num_tokens = self.num_tokens + 1
-        for blocks in self.blocks:
-            blocks.count(num_tokens)
+    def count_next(self, length: int) -> None:
+        """Count the tokens of the next step in the records; the stores count them once they are written."""
+        for store, blocks in zip(self.stores, self.blocks, strict=True):
+            blocks.count(store.num_tokens + length)
 
-    def end(self, queries: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Count the token that is written to all of our layers; `[batch, heads, 1, head_dim]` have attended to them."""
+    def end(self, length: int, queries: Callable[[], Iterable[tuple[int, torch.Tensor]]]) -> None:
+        """
+        Count the tokens that are written to all of our layers.
+
+        Args:
+            length: tokens of each sequence.
+            queries: gives the layers with the queries that have attended to them, `[batch, heads, length, head_dim]`.
+        """
         cache: Any = self._cache()
         stores = self.stores
         try:
             for store in stores:
-                store.note_written()
+                store.note_written(length)
         except BaseException:
             for store in stores:
-                store.forget_uncounted()
+                store.forget_uncounted(length)
             raise
         if self.indices:
             cache._passes.note_reached(self.indices[-1])
@@ -127,7 +126,8 @@ class WholeSteps:
             cache._prompts.note_stored()
         if any(store.wants_queries for store in stores):
             of_layers = dict(zip(self.indices, stores, strict=True))
-            for index, each in queries:
-                of_layers[index].observe(each)
-        self.num_left -= bool(stores)
+            for index, each in queries():
+                if index in of_layers:
+                    of_layers[index].observe(each)
+        self.num_left -= length if stores else 0
         self._versions = [store.version for store in stores]

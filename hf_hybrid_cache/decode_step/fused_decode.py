@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..cache import HybridCache, is_unaltered
 from ..cache_argument import passed_cache
+from ..kernels import Products
 from .snapshot import Snapshot
 from .stages import layers_of, stage_names, undecorated
-from .step_plan import StepPlan, UnfitStepError
+from .step_plan import MOST_ROWS, StepPlan, UnfitStepError
 from .trial import RecordedStep, UnknownStepError, recorded_step, refusing, unknown_step
 
-# More rows are those of a prompt, for which products of many tokens are faster.
-MOST_ROWS = 8
 # Arguments of a step; some models hand on the last one, which only their output head uses.
 _TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_params"}
 _TAKEN |= {"logits_to_keep"}
@@ -50,6 +50,7 @@ class FusedDecode:
     Attributes:
         fused_steps: number of steps that have run so.
         other_passes: number of forward passes that the model's own forward has run, by the reason.
+        head: the output head, if its forward is replaced, too.
     """
 
     def __init__(self, decoder: PreTrainedModel):
@@ -58,6 +59,7 @@ class FusedDecode:
         self._recognised = recognised
         # A model that refers to itself would stay in memory until Python looks for such circles.
         self._decoder = weakref.ref(decoder, lambda _: recognised.clear())
+        self.head: weakref.ref[nn.Linear] | None = None
         self._is_on = True
         self.fused_steps = 0
         self.other_passes: Counter[str] = Counter()
@@ -66,6 +68,24 @@ class FusedDecode:
     def __signature__(self) -> inspect.Signature:
         decoder = self._decoder()
         return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the last step that was looked at runs in one call."""
+        return any(not isinstance(recognised.step, str) for recognised in self._recognised)
+
+    @property
+    def repeats_rows(self) -> bool:
+        """
+        Whether a token has the same bits whatever tokens come with it in a pass, as the model is now.
+
+        Otherwise several tokens in one pass may be others than one by one, by rounding.
+        """
+        decoder = self._decoder()
+        if decoder is None or not self._is_on:
+            return False
+        step = self.recognise(decoder).step
+        return not isinstance(step, str) and step.repeats_rows
 
     def __reduce__(self) -> Any:
         """Let a copy of the model have its own."""
@@ -89,6 +109,9 @@ class FusedDecode:
         decoder = self._decoder()
         if decoder is not None and vars(decoder).get("forward") is self:
             del decoder.forward
+        head = None if self.head is None else self.head()
+        if head is not None and isinstance(vars(head).get("forward"), _OutputHead):
+            del head.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self._decoder()
@@ -96,11 +119,10 @@ class FusedDecode:
         if not self._is_on or torch.compiler.is_compiling():
             return type(decoder).forward(decoder, *args, **kwargs)
         out = self._run(decoder, args, kwargs)
-        if not isinstance(out, str):
-            self.fused_steps += 1
-            return out
-        self.other_passes[out] += 1
-        return type(decoder).forward(decoder, *args, **kwargs)
+        if isinstance(out, str):
+            self.other_passes[out] += 1
+            return type(decoder).forward(decoder, *args, **kwargs)
+        return out
 
     def recognise(self, decoder: PreTrainedModel) -> _Recognised:
         """Return what the model is now; it is looked at anew, and some layers are tried, if anything was changed."""
@@ -126,11 +148,9 @@ class FusedDecode:
             return "the arguments are not those of a step"
         if not isinstance(cache, HybridCache) or not is_unaltered(cache):
             return "the cache is not of this package"
-        rows, length, *_ = given_as.shape
-        if length != 1:
-            return "several tokens come at once"
-        if rows > MOST_ROWS:
-            return f"there are more than {MOST_ROWS} sequences"
+        batch, length, *_ = given_as.shape
+        if batch * length > MOST_ROWS:
+            return f"more than {MOST_ROWS} tokens come at once"
         if why_other := _why_other(decoder, given):
             return why_other
         recognised = self.recognise(decoder)
@@ -139,10 +159,75 @@ class FusedDecode:
         plan = None
         with contextlib.suppress(IndexError):
             plan = recognised.plans.pop()
-        if plan is None or plan.rows != rows:
-            plan = recognised.step.plan(decoder, rows)
-        out = _step(plan, decoder, cache, given)
+        plan = plan or recognised.step.plan(decoder)
+        why_other = plan.take(cache, batch, length)
+        if not why_other and plan.length < length:
+            recognised.plans[:] = [plan]
+            if not isinstance(given.get("attention_mask"), (torch.Tensor, type(None))):
+                return "a mask is not of sequences, queries and tokens"
+            return self._run_in_two(given, plan.length, length)
+        if not why_other:
+            names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+            try:
+                out = plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
+                self.fused_steps += 1
+            except UnfitStepError as error:
+                why_other = str(error)
         recognised.plans[:] = [plan]
+        return why_other or out
+
+    def _run_in_two(self, given: dict[str, Any], first: int, length: int) -> Any:
+        """Run a pass of `length` tokens as two, of which the first ends where a block of the cache is full."""
+        outs = []
+        for start, end in ((0, first), (first, length)):
+            part = dict(given)
+            for name, value in given.items():
+                if name == "attention_mask" and value is not None:
+                    value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
+                    part[name] = value[..., : value.shape[-1] - (length - end)]
+                elif name == "inputs_embeds" and value is not None:
+                    part[name] = value[:, start:end]
+                elif name in ("input_ids", "position_ids") and value is not None:
+                    part[name] = value[..., start:end]
+            outs.append(self(**part))
+        outs[1].last_hidden_state = torch.cat([each.last_hidden_state for each in outs], dim=1)
+        return outs[1]
+
+
+class _OutputHead:
+    """
+    Computes the logits of a few tokens by kernels, in the place of the forward of a linear head in full precision.
+
+    So those of a token have the same bits whatever tokens come with it. Of a quantized head they have them anyway.
+    """
+
+    def __init__(self, fused: FusedDecode, head: nn.Linear):
+        self._fused, self._head = fused, weakref.ref(head)
+        fused.head = self._head
+
+    def __reduce__(self) -> Any:
+        return _OutputHead, (self._fused, self._head())
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        head = self._head()
+        assert head is not None
+        weight, bias, is_bfloat16 = head.weight, head.bias, states.dtype == torch.bfloat16
+        fits = (
+            1 <= states.numel() // max(1, states.shape[-1]) <= MOST_ROWS
+            and all(type(each) is nn.Parameter and each.is_contiguous() for each in (weight, bias) if each is not None)
+            and all(each.is_cpu and each.dtype == states.dtype for each in (states, weight, bias) if each is not None)
+            and (is_bfloat16 or states.dtype == torch.float32)
+            and states.shape[-1] == weight.shape[1]
+            and self._fused.has_step
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+        )
+        if not fits:
+            return type(head).forward(head, states)
+        rows, columns = weight.shape
+        states, out = states.contiguous(), states.new_empty(*states.shape[:-1], rows)
+        products = Products.of_numbers(weight.data_ptr(), 1, rows, columns, is_bfloat16)
+        num_tokens, of_bias = states.numel() // columns, 0 if bias is None else bias.data_ptr()
+        products.multiply(0, states.data_ptr(), num_tokens, is_bfloat16, of_bias, out.data_ptr())
         return out
 
 
@@ -160,19 +245,6 @@ def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
         return snapshot, recorded_step(decoder, names)
     except UnknownStepError as error:
         return Snapshot(decoder, names), error.why
-
-
-def _step(plan: StepPlan, decoder: Any, cache: HybridCache, given: dict[str, Any]) -> Any:
-    """Run a step over a cache; return the output of the model, or the reason why its own forward has to run."""
-    if why_not := plan.take(cache):
-        return why_not
-    if not _sees_all(given.get("attention_mask"), plan.rows, plan.num_tokens + 1):
-        return "a mask hides tokens"
-    names = ("input_ids", "inputs_embeds", "position_ids")
-    try:
-        return plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
-    except UnfitStepError as error:
-        return str(error)
 
 
 def _raise_first(reasons: Iterator[str], name: str) -> None:
@@ -236,19 +308,13 @@ def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
     return ""
 
 
-def _sees_all(mask: Any, rows: int, num_tokens: int) -> bool:
-    """Whether a mask hides none of the tokens."""
-    if mask is None:
-        return True
-    return isinstance(mask, torch.Tensor) and mask.shape == (rows, num_tokens) and bool(mask.all())
-
-
 def fuse_decode(model: PreTrainedModel) -> FusedDecode:
     """
     Let the decode steps of a model on the CPU run in one call.
 
-    A step is one token of up to eight sequences after those in a cache of this package. Where anything else is asked
-    for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and why.
+    A step is up to 16 tokens, of one sequence or of several, after those in a cache of this package. Where anything
+    else is asked for, the model's own forward runs, as fast as before; `print` what is returned to see how often, and
+    why.
 
     Args:
         model: any decoder whose step is one of rows; it is recorded as the model computes it. Its weights may be
@@ -293,6 +359,9 @@ def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
     fused = FusedDecode(decoder)
     if there is None or is_own_forward(there, vars(decoder)):
         decoder.forward = fused
+        head: Any = model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head):
+            vars(head)["forward"] = _OutputHead(fused, head)
     return fused
 
 

@@ -33,7 +33,7 @@ from .translation import FORMULAS, Operand, translate
 # Truth is a number in a program.
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.bool: FLOAT32}
 _TRUTHS = {"copy", "eq", "ne", "lt", "le", "gt", "ge", "mul", "maximum", "where"}
-# In the place of a storage: of a mask that hides nothing, and of what is not numbers in memory.
+# In the place of a storage: of a mask, and of what is not numbers in memory.
 _MASK, _NOWHERE = -1, -2
 # The name of the argument that is a mask.
 MASK = "attention_mask"
@@ -57,7 +57,7 @@ class StageValue(NamedTuple):
 
 
 class MaskOf(NamedTuple):
-    """The mask of a stage, which hides nothing."""
+    """The mask of a stage."""
 
     stage: int
 
@@ -300,7 +300,7 @@ class Recorder:
         return False
 
     def _of_mask(self, function: Any, args: Any, options: Any) -> torch.Tensor:
-        """A view of a mask that hides nothing."""
+        """A view of a mask, which says the same."""
         result = function(*args, **options)
         if not _has_memory(result) or not self._is_known(result):
             raise UnrecordableError(f"{function._schema.name} computes with the mask")
@@ -515,6 +515,7 @@ class Recorder:
                     key_dim**-0.5 if scale is None else scale,
                     cap,
                     None if sinks is None else self._place(sinks[0, :, 0, 0]),
+                    len(self.recording.masks) - 1,
                 )
             )
             if attended is not out:

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
@@ -114,7 +116,7 @@ def stage_names(decoder: Any) -> tuple[str, ...]:
 
     stages = Stages(decoder, decoder._modules)
     with torch.no_grad(), contextlib.suppress(_AtLayersError):
-        stages.run(HybridCache(decoder.config), end, note, input_ids=random_tokens(decoder, 1, 1))
+        stages.run(new_cache(decoder.config), end, note, input_ids=random_tokens(decoder, 1, 1))
     return tuple(name for name, child in decoder._modules.items() if not any(child is each for each in called))
 
 
@@ -140,6 +142,13 @@ def run_own(decoder: Any, cache: HybridCache, **given: Any) -> torch.Tensor:
     """Run the decoder's own forward with further arguments; return its states."""
     states: torch.Tensor = Stages(decoder, ()).run(cache, lambda *_: None, **given)[0]
     return states
+
+
+def new_cache(config: PreTrainedConfig) -> HybridCache:
+    """A cache in full precision, made without a warning that it changes nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return HybridCache(config)
 
 
 def random_tokens(decoder: Any, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:

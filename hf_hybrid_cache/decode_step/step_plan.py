@@ -1,15 +1,17 @@
 """A recorded step with its memory, and the layers of the cache that it is run with."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from ..attention.queries import Queries, seen_ranges, simplified
+from ..attention.torch_attention import attend_to_states
 from ..cache import HybridCache, WholeSteps
 from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, Attend, Call, Memory, Place, StepProgram
@@ -18,6 +20,9 @@ from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, m
 from .schedule import reads_of, writes_of
 from .stages import Stages
 
+# For which a plan has memory. More rows are those of a prompt, for which products of many tokens are faster.
+MOST_ROWS = 16
+
 
 class UnfitStepError(HybridCacheError, RuntimeError):
     """A step is not one that was recorded; the message says why."""
@@ -25,20 +30,30 @@ class UnfitStepError(HybridCacheError, RuntimeError):
 
 class StepPlan:
     """
-    The step of a model for a number of sequences.
+    The step of a model for some tokens of each of some sequences, up to `MOST_ROWS` in all.
 
     Args:
         decoder: whose forward runs around the stages. It is not kept, and its modules are.
         names: of the children that are stages, or hold them.
         recording: of the stages.
         steps: those of the recording, in the order in which they run.
-        rows: sequences.
+        why_plain: see `RecordedStep`.
+
+    Attributes:
+        batch: number of sequences of the step that was taken.
+        length: tokens of each.
     """
 
     def __init__(
-        self, decoder: nn.Module, names: tuple[str, ...], recording: Recording, steps: Sequence[Step], rows: int
+        self,
+        decoder: nn.Module,
+        names: tuple[str, ...],
+        recording: Recording,
+        steps: Sequence[Step],
+        why_plain: str = "",
     ):
-        self.rows, self._recording, self._all_steps = rows, recording, steps
+        self.batch = self.length = 0
+        self._recording, self._all_steps = recording, steps
         self._stages = Stages(decoder, names)
         self._wanted: dict[int, list[int]] = {}
         for stage, leaf in recording.inputs:
@@ -46,41 +61,53 @@ class StepPlan:
         self._attends = [step for step in steps if isinstance(step, Attend)]
         self._layers = sorted({step.layer for step in self._attends})
         self._calls_cache = any(isinstance(step, PythonCall) and HybridCache in step.leaves for step in steps)
+        self._why_plain = why_plain
         self._steps: WholeSteps | None = None
         self._in_kernels: tuple[int, ...] | None = None
         self._cache: Any = None
         self._values: dict[StageValue, Any] = {}
         self._masks: list[Any] = []
 
-    def take(self, cache: HybridCache) -> str:
+    @property
+    def attends_in_kernels(self) -> bool:
+        """Whether no layer of the cache that was taken is transformers' own."""
+        return self._in_kernels == tuple(self._layers)
+
+    def take(self, cache: HybridCache, batch: int, length: int) -> str:
         """
         Prepare a step over a cache; return why it is not possible, or an empty string.
+
+        `length` says for how many tokens it is, at least one: others follow once a block of the cache is full.
+
+        Args:
+            cache: its tokens.
+            batch: number of sequences.
+            length: tokens of each that are wanted.
 
         Raises:
             IncompleteCacheError: something has ended a change of the cache half-way.
         """
+        if self._why_plain and length > 1:
+            return self._why_plain
         steps = self._steps
         if steps is None or not steps.are_of(cache):
-            self._steps = None
+            self._steps, self.batch = None, 0
             steps = WholeSteps(cache, self._layers, self._calls_cache)
             if steps.why_none:
                 return steps.why_none
             if steps.indices != self._in_kernels:
                 self._build(steps.indices)
             for shape, store in zip(self._shapes, steps.stores, strict=True):
-                if store.shape != shape:
-                    return f"the cache holds {store.shape}, the step is of {shape}"
-            if steps.indices:
-                steps.count_next()
-                self._program.take(steps.blocks)
+                if store.shape != shape._replace(batch=batch):
+                    return f"the cache holds {store.shape}, the step is of {shape._replace(batch=batch)}"
             self._steps = steps
+        length = min(length, steps.num_left)
+        if (batch, length) != (self.batch, self.length):
+            self.batch = 0  # until it is whole
+            steps.count_next(length)
+            self._program.take(steps.blocks, batch, length)
+            self.batch, self.length = batch, length
         return ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the cache that was taken."""
-        assert self._steps is not None
-        return self._steps.num_tokens
 
     def run(self, cache: HybridCache, **given: Any) -> Any:
         """
@@ -88,7 +115,7 @@ class StepPlan:
 
         Args:
             cache: the same.
-            given: further arguments of the decoder, without a mask.
+            given: further arguments of the decoder.
 
         Raises:
             UnfitStepError: it is none that was recorded; nothing has changed.
@@ -105,46 +132,73 @@ class StepPlan:
             leaves = tree_leaves((args, options))
             self._values.update((StageValue(stage, leaf), leaves[leaf]) for leaf in self._wanted[stage])
         mask = mask_of(self._recording.masks[stage], args, options)
-        if mask is not None and not any(mask is each for each in self._masks) and not _hides_nothing(mask):
-            raise UnfitStepError("a mask hides tokens")
+        is_new = mask is not None and not any(mask is each for each in self._masks)
+        if self._why_plain and is_new and not _hides_nothing(mask):
+            raise UnfitStepError(self._why_plain)
         self._masks.append(mask)
         others = self._recording.outputs[stage]
         states = self._run_program() if stage == len(self._recording.outputs) - 1 else args[0]
         return states if others is None else (states, *([None] * len(others)))
 
     def _run_program(self) -> torch.Tensor:
-        steps = self._steps
+        steps, rows = self._steps, self.batch * self.length
         assert steps is not None
-        inputs = [(view, self._fitting(view, source)) for source, view in self._inputs.items()]
+        inputs = [(view[:rows], self._fitting(source)) for source, (view, _) in self._inputs.items()]
+        steps.count_next(self.length)
+        self._write_seen(steps)
         self._steps = None  # until it is whole
         steps.begin()
         for view, value in inputs:
             view.copy_(value)
         self._program.run([partial(call, self) for call in self._calls])
-        steps.end(self._queries)
+        steps.end(self.length, self._queries)
         self._steps = steps
-        return self._result.clone()
+        result = self._result[:rows].clone()
+        return result.view(self.batch, self.length, *result.shape[2:])
 
-    def _fitting(self, view: torch.Tensor, source: StageValue) -> torch.Tensor:
-        """Return what a stage is given, if it is of the kind that was recorded."""
-        value = self._values[source]
-        fits = (
-            value.dtype == view.dtype
-            and value.device == view.device
-            and value.shape[-view.dim() + 1 :] == view.shape[1:]
-        )
-        if value.dim() == view.dim():
-            fits = fits and value.shape[0] in (1, self.rows)
-        else:
-            fits = fits and value.dim() < view.dim()
-        if not fits:
+    def _write_seen(self, steps: WholeSteps) -> None:
+        """Write which tokens of its layer each row sees, as the masks of the stages say."""
+        batch, length = self.batch, self.length
+        found: dict[int, np.ndarray] = {}  # by the masks, of which layers have the same
+        for step in self._attends:
+            mask = self._masks[step.mask]
+            if mask is None and length > 1:
+                raise UnfitStepError("several tokens come without a mask")
+            if step.layer not in steps.indices:
+                continue
+            num_tokens = steps.blocks[steps.indices.index(step.layer)].num_tokens
+            ranges = np.array([0, num_tokens])
+            if mask is not None:
+                ranges = found[id(mask)] if id(mask) in found else _ranges_of(mask)
+                found[id(mask)] = ranges
+                if mask.shape[-1] != num_tokens:
+                    raise UnfitStepError(f"a mask is for {mask.shape[-1]:,} tokens, a layer has {num_tokens:,}")
+            self._program.seen[step.mask, : batch * length].reshape(batch, length, 2)[:] = ranges
+
+    def _fitting(self, source: StageValue) -> torch.Tensor:
+        """Return what a stage is given, for each row, if it is of the kind that was recorded."""
+        value, batch, length = self._values[source], self.batch, self.length
+        view, array = self._inputs[source]
+        fits = value.dtype == view.dtype and value.device == view.device and value.dim() == len(array.shape)
+        differ = [at for at, size in enumerate(array.shape) if fits and value.shape[at] != size]
+        # Sequences come first, and then tokens, where they are more than one. Either alone may be the first dimension.
+        has_batch = batch > 1 and differ[:1] == [0] and value.shape[0] == batch
+        of_tokens = differ[has_batch:]
+        fits = fits and all(array.shape[at] == 1 for at in differ) and len(of_tokens) <= 1
+        fits = fits and all(value.shape[at] == length for at in of_tokens)
+        if not fits or (differ == [0] and batch == length > 1):
             raise UnfitStepError(f"a layer is given {tuple(value.shape)} of {value.dtype} on {value.device}")
-        return value
+        if array.shape[:1] != (1,):
+            value, of_tokens = value[None], [at + 1 for at in of_tokens]
+        at = of_tokens[0] if of_tokens else 1
+        value = value[None] if of_tokens == [0] else value.unsqueeze(1)
+        value = value.transpose(1, at + 1) if of_tokens and at else value
+        return value.expand(batch, length, *view.shape[1:]).flatten(0, 1)
 
     @torch.inference_mode(False)
     def _build(self, in_kernels: tuple[int, ...]) -> None:
         """Make the program for caches of which some layers are attended to in kernels."""
-        recording, rows = self._recording, self.rows
+        recording = self._recording
         self._in_kernels = in_kernels
         in_order = [step for step in self._attends if step.layer in in_kernels and step.keys is not None]
         assert recording.result is not None
@@ -152,7 +206,7 @@ class StepPlan:
         outside |= {step.query.storage for step in self._attends if step.layer in in_kernels}
         # Storages of the caller: whole rows of bytes, aligned as vectors are.
         self._given = {
-            key: torch.zeros(rows, -(-recording.scratch[key] // 64) * 64, dtype=torch.uint8)
+            key: torch.zeros(MOST_ROWS, -(-recording.scratch[key] // 64) * 64, dtype=torch.uint8)
             for key in outside
             if key in recording.scratch
         }
@@ -172,21 +226,16 @@ class StepPlan:
             else step
             for step in self._all_steps
         ]
-        self._program = StepProgram(operations, rows, scratch, given)
+        self._program = StepProgram(operations, MOST_ROWS, scratch, given)
         self._calls = [
             partial(StepPlan._attend, step=step) if isinstance(step, Attend) else self._caller(step)
             for step in by_python
         ]
-        self._inputs = {source: self._view(array) for source, array in recording.inputs.items()}
+        self._inputs = {source: (self._view(array), array) for source, array in recording.inputs.items()}
         self._result = self._view(recording.result)
-        self._queries = [
-            (step.layer, self._states(step.query, step.num_kv_heads * step.group, step.key_dim))
-            for step in self._attends
-            if step.layer in in_kernels
-        ]
         dtypes = [torch.bfloat16 if step.query.kind == BFLOAT16 else torch.float32 for step in in_order]
         self._shapes = [
-            KVShape(rows, step.num_kv_heads, step.key_dim, step.value_dim, dtype, dtype, torch.device("cpu"))
+            KVShape(0, step.num_kv_heads, step.key_dim, step.value_dim, dtype, dtype, torch.device("cpu"))
             for step, dtype in sorted(zip(in_order, dtypes, strict=True), key=lambda pair: pair[0].layer)
         ]
 
@@ -194,55 +243,66 @@ class StepPlan:
         """An array of all rows: its first dimension is theirs, where that has one number for each row."""
         dtype = torch.float32 if array.dtype == torch.bool else array.dtype
         memory, item = self._program.memory_of(array.storage), dtype.itemsize
-        num_bytes = (self.rows - 1) * memory.row_bytes + self._recording.scratch[array.storage]
+        num_bytes = (MOST_ROWS - 1) * memory.row_bytes + self._recording.scratch[array.storage]
         numbers = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(memory.address), dtype=torch.uint8)
         has_rows = bool(array.shape) and array.shape[0] == 1
         shape, strides = (part[1:] if has_rows else part for part in (array.shape, array.strides))
         numbers = numbers[: num_bytes // item * item].view(dtype)
-        return numbers.as_strided((self.rows, *shape), (memory.row_bytes // item, *strides), array.offset)
+        return numbers.as_strided((MOST_ROWS, *shape), (memory.row_bytes // item, *strides), array.offset)
 
     def _states(self, place: Place, heads: int, dim: int) -> torch.Tensor:
-        """Queries, keys, values or outputs of all rows, `[rows, heads, 1, dim]`."""
+        """Queries, keys, values or outputs of the step that was taken, `[batch, heads, length, dim]`."""
         dtype = torch.bfloat16 if place.kind == BFLOAT16 else torch.float32
         heads_apart, numbers_apart = place.strides
-        return self._view(
-            Array(place.storage, dtype, place.offset, (1, heads, 1, dim), (0, heads_apart, 0, numbers_apart))
-        )
+        rows = self._view(Array(place.storage, dtype, place.offset, (1, heads, dim), (0, heads_apart, numbers_apart)))
+        return rows[: self.batch * self.length].unflatten(0, (self.batch, self.length)).transpose(1, 2)
+
+    def _queries(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The queries of layers that kernels attend to, with the index of the layer."""
+        for step in self._attends:
+            yield step.layer, self._states(step.query, step.num_kv_heads * step.group, step.key_dim)
 
     def _attend(self, step: Attend) -> None:
         """Attention to a layer of transformers' own."""
         heads = step.num_kv_heads * step.group
-        query = self._states(step.query, heads, step.key_dim)
         assert step.keys is not None
         assert step.values is not None
         keys = self._states(step.keys, step.num_kv_heads, step.key_dim)
         values = self._states(step.values, step.num_kv_heads, step.value_dim)
-        keys, values = self._cache.update(keys.clone(), values.clone(), step.layer)
-        sinks = None
+        states = self._cache.update(keys.clone(), values.clone(), step.layer)
+        query = self._states(step.query, heads, step.key_dim)
+        queries = Queries(query, step.group, step.scale, self._masks[step.mask], cap=step.cap)
+        out, lse = attend_to_states(queries, lambda: states)
         if step.sinks is not None:
             constant = self._recording.constants[step.sinks.storage]
-            sinks = constant.as_strided((heads,), step.sinks.strides, step.sinks.offset)
-        out = _attention(query, keys, values, step.scale, step.cap, sinks)
+            sinks = constant.as_strided((heads, 1), (*step.sinks.strides, 0), step.sinks.offset)
+            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
         self._states(step.out, heads, step.value_dim).copy_(out)
 
     def _caller(self, call: PythonCall) -> Callable[["StepPlan"], None]:
         """A function that makes a call with what is in memory."""
-        together = [slice(None)] if call.of_all_rows else range(self.rows)
+        together = [slice(None)] if call.of_all_rows else range(MOST_ROWS)
         views = [[[self._part(each, rows) for each in part] for part in (call.leaves, call.outs)] for rows in together]
-        is_truth = [isinstance(each, Array) and each.dtype == torch.bool for each in call.leaves]
-        truths = [index for index, is_one in enumerate(is_truth) if is_one]
+        arrays = [index for index, each in enumerate(call.leaves) if isinstance(each, Array)]
+        truths = [index for index in arrays if call.leaves[index].dtype == torch.bool]
 
         def run(plan: "StepPlan") -> None:  # a plan that refers to itself would keep the weights alive
-            for leaves, outs in views:
-                given = [plan._current(each) for each in leaves]
+            rows = plan.batch * plan.length
+            for leaves, outs in views[:rows]:
+                given, written = [plan._current(each) for each in leaves], outs
+                if call.of_all_rows:
+                    written = [None if each is None else each[:rows] for each in outs]
+                    for index in arrays:
+                        given[index] = given[index][:rows]
+                taken = [given[index] for index in truths]
                 for index in truths:
-                    given[index] = leaves[index].bool()
+                    given[index] = given[index].bool()
                 args, options = tree_unflatten(given, call.spec)
                 result = call.function(*args, **options)
                 if call.writes:
-                    for index in truths:
-                        leaves[index].copy_(given[index])
-                for out, new in zip(outs, tree_leaves(result), strict=True):
+                    for index, numbers in zip(truths, taken, strict=True):
+                        numbers.copy_(given[index])
+                for out, new in zip(written, tree_leaves(result), strict=True):
                     if out is not None:
                         out.copy_(new)
 
@@ -261,21 +321,20 @@ class StepPlan:
         return self._masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
 
 
-def _attention(
-    query: torch.Tensor, keys: Any, values: Any, scale: float, cap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention of one token of each sequence."""
-    if cap is None and sinks is None:
-        return scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
-    scores = query @ keys.mT * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return weights[..., : keys.shape[2]] @ values
+def _ranges_of(mask: Any) -> np.ndarray:
+    """The first token that each query sees and the one after the last, `[batch, queries, 2]`; both may be 1 for all."""
+    is_one = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == 1
+    if not is_one or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise UnfitStepError("a mask is not of sequences, queries and tokens")
+    seen = mask if mask.dtype == torch.bool else simplified(mask)
+    if seen is None:
+        return np.array([0, mask.shape[-1]])
+    if seen.dtype != torch.bool:
+        raise UnfitStepError("a mask adds numbers to the scores, or hides all tokens")
+    ranges, are_too_wide = seen_ranges(seen)
+    if are_too_wide or (ranges[..., 0] == ranges[..., 1]).any():
+        raise UnfitStepError("a mask hides tokens between others, or all tokens")
+    return ranges[:, 0]
 
 
 def _hides_nothing(mask: Any) -> bool:

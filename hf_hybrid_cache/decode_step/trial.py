@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,9 +14,9 @@ from ..cache import HybridCache
 from ..errors import HybridCacheError
 from ..kernels import Multiply
 from ..layers import HybridLayer
-from .recording import OpaqueError, Recorder, Recording, Step, UnrecordableError
+from .recording import OpaqueError, PythonCall, Recorder, Recording, Step, UnrecordableError
 from .schedule import schedule
-from .stages import Stages, random_tokens, run_own
+from .stages import Stages, new_cache, random_tokens, run_own
 from .step_plan import StepPlan, UnfitStepError
 
 _PROMPT, _ROWS = 3, 2
@@ -54,15 +53,19 @@ class RecordedStep(NamedTuple):
         names: of the children that are stages, or hold them.
         recording: of the stages.
         steps: those of the recording, in their order.
+        why_plain: why it runs with one token of each sequence that sees all tokens alone; empty for with any rows.
+        repeats_rows: a row has the same bits whatever rows come with it: all is done by kernels, or row by row.
     """
 
     names: tuple[str, ...]
     recording: Recording
     steps: list[Step]
+    why_plain: str = ""
+    repeats_rows: bool = False
 
-    def plan(self, decoder: nn.Module, rows: int) -> StepPlan:
-        """Return the step for a number of sequences."""
-        return StepPlan(decoder, self.names, self.recording, self.steps, rows)
+    def plan(self, decoder: nn.Module) -> StepPlan:
+        """Return the step with memory for one."""
+        return StepPlan(decoder, self.names, self.recording, self.steps, self.why_plain)
 
 
 @torch.inference_mode(False)
@@ -75,10 +78,23 @@ def recorded_step(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
         UnknownStepError: it is no step of rows, its results differ by more than rounding, or the model's own forward
             fails.
     """
-    with refusing(type(decoder).__name__):
+    name = type(decoder).__name__
+    with refusing(name):
         step = _record(decoder, names)
-        _require_alike(step, decoder)
-    return step
+        cache = new_cache(decoder.config)
+        run_own(decoder, cache, input_ids=random_tokens(decoder, _ROWS, _PROMPT + 1))
+        _require_alike(step, decoder, cache, random_tokens(decoder, _ROWS, 1, seed=1))
+    if any(isinstance(each, PythonCall) and HybridCache in each.leaves for each in step.steps):
+        return step._replace(why_plain="several tokens, or a mask, come to a part of the step that Python calls")
+    mask = torch.ones(_ROWS, _PROMPT + 4, dtype=torch.int64)
+    mask[1, :2] = 0
+    try:
+        with refusing(name):
+            plan = _require_alike(step, decoder, cache, random_tokens(decoder, _ROWS, 2, seed=2), attention_mask=mask)
+    except UnknownStepError as error:
+        return step._replace(why_plain=f"with several tokens, or a mask, {error.why}")
+    calls_all_rows = any(isinstance(each, PythonCall) and each.of_all_rows for each in step.steps)
+    return step._replace(repeats_rows=plan.attends_in_kernels and not calls_all_rows)
 
 
 @contextlib.contextmanager
@@ -115,15 +131,9 @@ def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     return RecordedStep(names, recording, steps)
 
 
-def _new_cache(config: PreTrainedConfig) -> HybridCache:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it changes nothing
-        return HybridCache(config)
-
-
 def _cache_of_all_tokens(config: PreTrainedConfig) -> HybridCache:
     """A cache whose layers of windows keep all tokens, if it has layers of attention alone."""
-    cache = _new_cache(config)
+    cache = new_cache(config)
     if {*map(type, cache.layers)} <= {HybridLayer, DynamicSlidingWindowLayer}:
         plain: Any = PreTrainedConfig()
         plain.num_hidden_layers = len(cache.layers)
@@ -131,25 +141,25 @@ def _cache_of_all_tokens(config: PreTrainedConfig) -> HybridCache:
     return cache
 
 
-def _require_alike(step: RecordedStep, decoder: Any) -> None:
+def _require_alike(
+    step: RecordedStep, decoder: Any, cache: HybridCache, tokens: torch.Tensor, **given: Any
+) -> StepPlan:
     """
-    Run a step of two sequences both ways.
+    Run a pass of some tokens both ways over a cache, which has them then; return the plan that was used.
 
     Raises:
         UnrecordableError: the results differ by more than rounding.
     """
-    cache = _new_cache(decoder.config)
-    run_own(decoder, cache, input_ids=random_tokens(decoder, _ROWS, _PROMPT + 1))
-    tokens, before = random_tokens(decoder, _ROWS, 1, seed=1), copy.deepcopy(cache)
-    plan = step.plan(decoder, _ROWS)
-    if why_not := plan.take(cache):
+    before, plan = copy.deepcopy(cache), step.plan(decoder)
+    if why_not := plan.take(cache, *tokens.shape):
         raise UnrecordableError(why_not)
-    ours = plan.run(cache, input_ids=tokens)[0]
-    own = run_own(decoder, copy.deepcopy(before), input_ids=tokens)
+    ours = plan.run(cache, input_ids=tokens, **given)[0]
+    own = run_own(decoder, copy.deepcopy(before), input_ids=tokens, **given)
     apart = _apart(ours, own)
     most = _MOST_APART[own.dtype] * max(1.0, len(step.recording.outputs) / _FEW_STAGES) ** 0.5
-    if not apart <= most and not apart <= _MOST_OF_ROUNDING * _apart_by_rounding(decoder, before, tokens, own):
+    if not apart <= most and not apart <= _MOST_OF_ROUNDING * _apart_by_rounding(decoder, before, tokens, own, given):
         raise UnrecordableError(f"its layers give other results, which differ by {apart:.0e} of all")
+    return plan
 
 
 def _apart(some: torch.Tensor, others: torch.Tensor) -> float:
@@ -157,12 +167,14 @@ def _apart(some: torch.Tensor, others: torch.Tensor) -> float:
     return float((some.float() - others.float()).norm() / others.float().norm())
 
 
-def _apart_by_rounding(decoder: Any, cache: HybridCache, tokens: torch.Tensor, own: torch.Tensor) -> float:
+def _apart_by_rounding(
+    decoder: Any, cache: HybridCache, tokens: torch.Tensor, own: torch.Tensor, given: dict[str, Any]
+) -> float:
     """How far the model's own results differ from themselves where embeddings are rounded otherwise."""
     states, generator = decoder.get_input_embeddings()(tokens), torch.Generator().manual_seed(0)
     half_a_unit, results = torch.finfo(states.dtype).eps / 2, []
     for _ in range(_PERTURBATIONS):
         noise = torch.rand(states.shape, generator=generator) * 2 - 1
         perturbed = (states.float() * (1 + half_a_unit * noise)).to(states.dtype)
-        results.append(_apart(run_own(decoder, copy.deepcopy(cache), inputs_embeds=perturbed), own))
+        results.append(_apart(run_own(decoder, copy.deepcopy(cache), inputs_embeds=perturbed, **given), own))
     return max(results)

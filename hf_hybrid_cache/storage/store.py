@@ -207,30 +207,36 @@ class Store(TokenStore):
 
     def make_place(self) -> int:
         """
-        Have memory for the next token, and return how many may be written to the last block of `dense` one by one.
+        Have memory for the next tokens; return how many may be written to the last block of `dense`, in one or several
+        passes of a kernel that attends to them, too.
 
-        A kernel writes them that attends to them, too. Then the block is full, or another is due to be packed. It is 0
-        where something else is to be done first.
+        A block that is due once the next token is there is packed first, as `write` packs it. Then the last block is
+        full, or another one is due. It is 0 where something else is to be done first: whoever stores the token does
+        it, or raises an error.
         """
-        dense, held = self.dense, self.dense.num_entries
-        until_border = self.layout.changes_at - 1 - self.num_tokens
-        if until_border <= 0 or self.waits or not self.is_intact:
+        choice = self._choice
+        if not self.is_intact or self.waits:
             return 0
         try:
-            dense.reserve(held + 1)
-        except HostMemoryError:  # whoever stores the token raises it
+            if self.num_tokens + 1 >= self.layout.changes_at:
+                if choice is None or not choice.is_made:
+                    return 0
+                self._pack_due(self.num_tokens + 1)
+            self.dense.reserve(self.dense.num_entries + 1)
+        except (HostMemoryError, ValueError):
             return 0
-        return min(until_border, dense.num_free, GRANULE - held % GRANULE)
+        room = min(self.dense.num_free, GRANULE - self.dense.num_entries % GRANULE)
+        return min(room, self.layout.changes_at - 1 - self.num_tokens)
 
-    def note_written(self) -> None:
-        """Count one more token of each sequence, which was written in its place, see `make_place`."""
-        self.dense.num_entries += 1
-        self._set_length(self.num_tokens + 1)
+    def note_written(self, count: int) -> None:
+        """Count more tokens of each sequence, which were written in their places, see `make_place`."""
+        self.dense.num_entries += count
+        self._set_length(self.num_tokens + count)
 
-    def forget_uncounted(self) -> None:
-        """Take a token back that `note_written` has counted in one place only, because it was interrupted."""
+    def forget_uncounted(self, count: int) -> None:
+        """Take tokens back that `note_written` has counted in one place only, because it was interrupted."""
         if not self.is_intact:
-            self.dense.truncate(self.dense.num_entries - 1)
+            self.dense.truncate(self.dense.num_entries - count)
 
     def settle(self) -> None:
         """
@@ -245,9 +251,8 @@ class Store(TokenStore):
         is_chosen_now = not self._choice.is_made
         if is_chosen_now:
             self._choose()
-        held, num_tokens = self.dense.num_entries, self.num_tokens
         # The queries that were seen may still attend to the run as it is.
-        self._pack(self.layout.after(num_tokens), num_tokens, self.dense.read_range(held, held), renews=is_chosen_now)
+        self._pack_due(self.num_tokens, renews=is_chosen_now)
 
     def run_for(self, part: str, num_entries: int) -> HostBlocks:
         """Return an empty run in host memory for entries of a part, to be filled: the own one, or a new one."""
@@ -369,6 +374,11 @@ class Store(TokenStore):
             self.layout = layout
             if num_tokens > self.num_tokens:
                 self._set_length(num_tokens)
+
+    def _pack_due(self, num_tokens: int, renews: bool = False) -> None:
+        """Pack the blocks that are due once there are so many tokens."""
+        held = self.dense.num_entries
+        self._pack(self.layout.after(num_tokens), self.num_tokens, self.dense.read_range(held, held), renews=renews)
 
     def _choose(self) -> None:
         """Choose the codec by all states that could be packed now, and drop the tokens of other shards."""

@@ -59,8 +59,8 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "4 bits, not rotated": lambda config: HybridCache(config, codec=minmax(4, rotate=False)),
     "2 bits, not rotated": lambda config: HybridCache(config, codec=minmax(2, rotate=False)),
 }
-MAY_END_FUSING = "a layer of the cache packs a block"
-FIRST_STEP = "several tokens come at once"
+MAY_END_FUSING = "a layer of the cache chooses its codec"
+FIRST_STEP = "more than 16 tokens come at once"
 
 
 def made(config: PreTrainedConfig | None = None, **settings: Any) -> Any:

@@ -32,7 +32,6 @@ from kernels.reference import (
     Case,
     attention,
     attention_weights,
-    causal_as_visible,
     random_quantized,
     stored,
     to_blocks,
@@ -149,10 +148,21 @@ def run(
     set_integer_kernels(None if way == "integers" else False)
     try:
         assert stored.codes is None or uses_integer_kernels() == (way == "integers")
-        masks = causal_as_visible(case, **masks)
+        if masks.pop("causal", False):  # otherwise what is seen is given as an array
+            masks = with_ranges(case, True, **masks)
         return attend_to(workspace, case.query, stored.blocks(case.tokens), scale, **masks), workspace.lse.copy()
     finally:
         set_integer_kernels(None)
+
+
+def with_ranges(case: Case, causal: bool = False, visible: np.ndarray | None = None, **masks: Any) -> dict[str, Any]:
+    """Return masks as the kernels take them: what is seen as ranges, and as an array if that is not all."""
+    ranges = causal_tokens(case.query.shape[2], case.tokens).ranges if causal else np.array([[[[0, case.tokens]]]])
+    if visible is not None:
+        visible = visible & (np.arange(case.tokens) < ranges[..., 1:])
+        ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
+        visible = visible if are_too_wide else None
+    return masks | {"seen": ranges, "visible": visible}
 
 
 def workspace_of(case: Case, memory: WorkingMemory | None = None) -> Workspace:
@@ -191,23 +201,13 @@ def attend_to_prompt(
     batch, heads, length, _ = case.query.shape
     query = torch.from_numpy(query_of_prompt(case, stored)).float().transpose(1, 2).contiguous()
     query = query.bfloat16() if stored.keys.dtype == np.uint16 else query
-    lse = np.empty((batch, heads, length), np.float32)
-    visible, ranges = masks.get("visible"), np.array([[[[0, case.tokens]]]])
-    if masks.get("causal"):
-        ranges = causal_tokens(length, case.tokens).ranges
-        if visible is not None:
-            visible = visible & (np.arange(case.tokens) < ranges[..., 1:])
-    if visible is not None:
-        ranges, are_too_wide = seen_ranges(torch.from_numpy(visible).bool())
-        visible = visible if are_too_wide else None
+    lse, masks = np.empty((batch, heads, length), np.float32), with_ranges(case, **masks)
     out, rounded = (
         torch.empty(batch, length, heads, case.values.shape[3], dtype=dtype) for dtype in (torch.float32, query.dtype)
     )
     for written in (rounded, out):
         ends = (strided(each.transpose(1, 2)) for each in (query, written))
-        attend_many(
-            *ends, lse, stored.blocks(case.tokens), scale, ranges, visible, masks.get("bias"), memory, masks.get("cap")
-        )
+        attend_many(*ends, lse, stored.blocks(case.tokens), scale, memory=memory, **masks)
     torch.testing.assert_close(rounded, out.to(rounded.dtype), rtol=0, atol=0, equal_nan=True)
     return out.transpose(1, 2).numpy(), lse
 

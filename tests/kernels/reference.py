@@ -94,14 +94,6 @@ def attention_weights(
         return weights / np.where(total == 0, 1, total), (base + np.log(total))[..., 0]
 
 
-def causal_as_visible(case: Case, causal: bool = False, visible: np.ndarray | None = None, **masks) -> dict[str, Any]:
-    """Return masks for a kernel that has no argument `causal`."""
-    if causal:
-        seen = _seen_causally(case)[None, None]
-        visible = np.ascontiguousarray(seen if visible is None else seen & (visible != 0)).astype(np.uint8)
-    return masks | {"visible": visible}
-
-
 def as_torch_mask(
     case: Case,
     dtype: torch.dtype = torch.float32,

@@ -149,11 +149,13 @@ class Recorded:
             key: Memory(tensor.data_ptr(), 0 if key in self.shared else tensor.stride(0) * tensor.element_size())
             for key, tensor in given.items()
         }
-        return StepProgram(self.operations, len(rows), self.scratch, memory), given
+        return StepProgram(self.operations, len(rows) + 2, self.scratch, memory), given
 
     def run(self, outs: list[Numbers], rows: list[int] | None = None) -> list[torch.Tensor]:
         """Run it for some rows, or all; return what it writes to some of what is held."""
-        program, given = self.program(list(range(self.rows)) if rows is None else rows)
+        rows = list(range(self.rows)) if rows is None else rows
+        program, given = self.program(rows)
+        program.take((), len(rows))
         program.run()
         return [given[out.storage] for out in outs]
 
@@ -410,7 +412,8 @@ class Layer:
     def run(self, rows: list[int]) -> torch.Tensor:
         program, given = self.recorded.program(rows)
         blocks = self.blocks(rows)
-        program.take([blocks])
+        program.take([blocks], len(rows))
+        program.seen[0, : len(rows)] = 0, blocks.num_tokens
         program.run()
         return given[self.out.storage]
 
@@ -445,6 +448,7 @@ def test_program_when_python_is_called_between_then_it_works_on_rows() -> None:
     recorded.operations.append(Call((doubled.storage,)))
     recorded.write(result, "neg", doubled)
     program, held = recorded.program([0, 1, 2])
+    program.take((), 3)
     at = program.memory_of(doubled.storage)
 
     def square() -> None:

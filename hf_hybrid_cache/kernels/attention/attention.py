@@ -23,19 +23,23 @@ from .attention_call import (
     row_bytes,
     score_factor,
     scratch_at,
+    shows,
     stored_at,
+    take_ranges,
     take_rows,
 )
 
 
 @jit
 def take_queries(head, address):
-    """Write the queries of a KV head to its rows."""
+    """Write the queries of a KV head to its rows, and what they see."""
     call, scratch = call_at(address, AttentionCall), scratch_at(address)
     row = head * call.rows_at_once
     operand = scratch.operand + row * row_bytes(call.operand_is_bfloat16, address)
     rotated = scratch.rotated + row * row_bytes(call.rotated_is_bfloat16, address)
     take_rows(head, 0, call.rows, operand, rotated, address)
+    if call.seen:
+        take_ranges(head, 0, call.rows_at_once, scratch.ranges + row * 16, address)
 
 
 @jit
@@ -110,9 +114,15 @@ def _attend_block(element, part, item, head, start, address):
     memory, tokens = part * scratch.part_bytes, min(BLOCK, stored.num_tokens - start)
     keys, values = stored.keys + item * stored.key_bytes, stored.values + item * stored.value_bytes
     scores, corrections = scratch.scores + memory, scratch.corrections + memory
-    is_masked = has_mask(address) or tokens < BLOCK
     for first in range(0, call.rows_at_once, ROWS):
         row = head * call.rows_at_once + first
+        ranges, is_masked = 0, has_mask(address) or tokens < BLOCK
+        if call.seen:
+            ranges = scratch.ranges + row * 16
+            is_seen, is_whole = shows(ranges, start)
+            if not is_seen:
+                continue
+            is_masked = is_masked or not is_whole
         stride = row_bytes(call.operand_is_bfloat16, address)
         query = scratch.operand + row * stride
         if call.operand_is_bfloat16:
@@ -124,7 +134,7 @@ def _attend_block(element, part, item, head, start, address):
             cap_tile(scores, factor, address)
             factor = numba.float32(1)
         if is_masked:
-            mask_tile(head, first, start, 0, scores, factor, address)
+            mask_tile(head, first, start, ranges, scores, factor, address)
             factor = numba.float32(1)
         state = memory + row * 4
         softmax_tile(scores, factor, scratch.maxima + state, scratch.sums + state, corrections)

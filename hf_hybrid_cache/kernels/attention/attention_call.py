@@ -130,9 +130,9 @@ class Scratch(NamedTuple):
     corrections: int  # float32 [BLOCKS_AT_ONCE, ROWS]
     operand: int  # rows [inner] of queries for blocks in full precision; few queries have one for all parts
     rotated: int  # the same, for codes
+    ranges: int  # int64 rows [2], as `seen`; few queries have one for all parts
     # By many queries:
     side_bytes: int  # from maxima, sums and partial results of quantized blocks to those of full precision
-    ranges: int  # int64 [rows_at_once, 2], as `seen`
     key_operand: int
     value_operand: int
     # By few queries, to codes:
@@ -225,6 +225,32 @@ def take_rows(head, first, count, operand, rotated, address):
             rotate(place, stored.key_dim, key_layout(address).rotation)
             if call.rotated_is_bfloat16:
                 store_numbers(floats_at(place, stored.inner), Numbers(place, 1), 0, stored.inner)
+
+
+@jit_function
+def take_ranges(head, first, count, ranges, address):
+    """Write the ranges of tokens that rows see; returns the first token that one of them sees, and the end."""
+    call, begin, end = call_at(address, AttentionCall), np.int64(2**62), np.int64(0)
+    for row in range(count):
+        sequence, query_head, index = place_of(head, first + row, address)
+        place = call.seen + sequence * call.seen_of_sequence + query_head * call.seen_of_head
+        seen = integers_at(place + index * call.seen_of_token, 2)
+        written = integers_at(ranges + row * 16, 2)
+        written[0], written[1] = seen[0], seen[1]
+        begin, end = min(begin, seen[0]), max(end, seen[1])
+    return begin, end
+
+
+@jit_inlined
+def shows(ranges, start):
+    """Whether one of four rows with `ranges` sees a token of the block from `start` on, and whether all see it all."""
+    seen = integers_at(ranges, (ROWS, 2))
+    earliest_start, earliest_end = latest_start, latest_end = seen[0, 0], seen[0, 1]
+    for row in range(1, ROWS):
+        earliest_start, latest_start = min(earliest_start, seen[row, 0]), max(latest_start, seen[row, 0])
+        earliest_end, latest_end = min(earliest_end, seen[row, 1]), max(latest_end, seen[row, 1])
+    is_seen = earliest_start < start + BLOCK and latest_end > start
+    return is_seen, latest_start <= start and earliest_end >= start + BLOCK
 
 
 @jit_function

@@ -33,6 +33,7 @@ from .attention_call import (
     mask_tile,
     score_factor,
     scratch_at,
+    shows,
     stored_at,
     value_layout,
 )
@@ -149,9 +150,13 @@ def _weigh(count, row, memory, address):
         head, scores = blocks[which, _HEAD], scratch.scores + memory + which * ROWS * BLOCK * 4
         if call.cap:
             cap_tile(scores, one, address)
-        if has_mask(address):
-            mask_tile(head, row, blocks[which, _START], 0, scores, one, address)
-        state, corrections = memory + (head * call.rows_at_once + row) * 4, scratch.corrections + memory
+        at, ranges, is_masked = head * call.rows_at_once + row, 0, has_mask(address)
+        if call.seen:
+            ranges = scratch.ranges + at * 16
+            is_masked = is_masked or not shows(ranges, blocks[which, _START])[1]
+        if is_masked:
+            mask_tile(head, row, blocks[which, _START], ranges, scores, one, address)
+        state, corrections = memory + at * 4, scratch.corrections + memory
         softmax_codes(scores, one, scratch.maxima + state, scratch.sums + state, corrections + which * ROWS * 4)
 
 

@@ -11,9 +11,9 @@ import numba
 import numpy as np
 
 from ..forms.blocks import in_words
-from ..vector.compiled import Needed, jit, jit_function, jit_inlined
+from ..vector.compiled import Needed, jit, jit_function
 from ..vector.intrinsics import call_at, is_float32, is_packed, widen
-from ..vector.numbers_at import array_at, bfloat16_at, floats_at, integers_at, rounded_to_upper_half
+from ..vector.numbers_at import array_at, bfloat16_at, floats_at, rounded_to_upper_half
 from ..vector.parallel import split_work_to
 from ..vector.tiles import (
     ROWS,
@@ -32,12 +32,13 @@ from .attention_call import (
     key_layout,
     mask_tile,
     merge_rows,
-    place_of,
     reset_rows,
     row_bytes,
     score_factor,
     scratch_at,
+    shows,
     stored_at,
+    take_ranges,
     take_rows,
     value_layout,
 )
@@ -69,24 +70,10 @@ def _attend_part(part, thread, work):
     for side in range(sides):
         beside = side * scratch.side_bytes
         reset_rows(0, padded, maxima + beside, sums + beside, partial + beside, stored.width)
-    begin, end = _take_ranges(head, first, padded, scratch.ranges + memory, address)
+    begin, end = take_ranges(head, first, padded, scratch.ranges + memory, address)
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         _attend_block(element, block, head, first, padded, memory, address)
     merge_rows(head, first, count, sides, sides - 1, maxima, sums, partial, scratch.side_bytes, address)
-
-
-@jit_function
-def _take_ranges(head, first, count, ranges, address):
-    """Write the ranges of tokens that rows see; returns the first token that one of them sees, and the end."""
-    call, begin, end = call_at(address, AttentionCall), np.int64(2**62), np.int64(0)
-    for row in range(count):
-        sequence, query_head, index = place_of(head, first + row, address)
-        place = call.seen + sequence * call.seen_of_sequence + query_head * call.seen_of_head
-        seen = integers_at(place + index * call.seen_of_token, 2)
-        written = integers_at(ranges + row * 16, 2)
-        written[0], written[1] = seen[0], seen[1]
-        begin, end = min(begin, seen[0]), max(end, seen[1])
-    return begin, end
 
 
 @jit_function
@@ -102,8 +89,8 @@ def _attend_block(element, block, head, first, padded, memory, address):
     scores, corrections, beside = scratch.scores + memory, scratch.corrections + memory, side * scratch.side_bytes
     for row in range(0, padded, ROWS):
         ranges = scratch.ranges + memory + row * 16
-        earliest_start, latest_start, earliest_end, latest_end = _borders(ranges)
-        if earliest_start >= start + BLOCK or latest_end <= start:
+        is_seen, is_whole = shows(ranges, start)
+        if not is_seen:
             continue
         query, factor = queries + row * stride, score_factor(address)
         if is_packed(element):
@@ -113,7 +100,7 @@ def _attend_block(element, block, head, first, padded, memory, address):
         if call.cap:
             cap_tile(scores, factor, address)
             factor = one
-        if latest_start > start or earliest_end < start + BLOCK or has_mask(address):
+        if not is_whole or has_mask(address):
             mask_tile(head, first + row, start, ranges, scores, factor, address)
             factor = one
         state = memory + beside + row * 4
@@ -148,17 +135,6 @@ def _operands(element, block, head, tokens, memory, address):
     unpacked_or_packed(element, keys_from, stored.key_dim, BLOCK, inner, keys)
     unpacked_or_packed(element, values_from, tokens, stored.width, (tokens + 1) // 2 * 2, values)
     return keys, values, inner, side
-
-
-@jit_inlined
-def _borders(ranges):
-    """The earliest and the latest start, the earliest and the latest end of the ranges that four rows see."""
-    seen = integers_at(ranges, (ROWS, 2))
-    earliest_start, earliest_end = latest_start, latest_end = seen[0, 0], seen[0, 1]
-    for row in range(1, ROWS):
-        earliest_start, latest_start = min(earliest_start, seen[row, 0]), max(latest_start, seen[row, 0])
-        earliest_end, latest_end = min(earliest_end, seen[row, 1]), max(latest_end, seen[row, 1])
-    return earliest_start, latest_start, earliest_end, latest_end
 
 
 def prefill_kernels(element: np.dtype) -> list[Needed]:

@@ -239,7 +239,7 @@ class Workspace:
         sizes = {"maxima": of_rows, "sums": of_rows, "partial": of_rows * value_width(value_dim)}
         sizes |= {"scores": of_blocks * BLOCK, "corrections": of_blocks, "steps": of_blocks, "constants": of_blocks}
         sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
-        shared = {"operand": of_rows * inner, "rotated": of_rows * inner}
+        shared = {"operand": of_rows * inner, "rotated": of_rows * inner, "ranges": 4 * of_rows}
         self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
         self._memory, self.asked = memory or WorkingMemory(), self._calls.numbers
         # By the type of the blocks, and whether some are quantized.
@@ -254,6 +254,7 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         cap: float | None = None,
+        seen: np.ndarray | None = None,
     ) -> None:
         """
         Attend to stored tokens.
@@ -268,11 +269,13 @@ class Workspace:
                 the first three sizes may be 1, for all.
             bias: float32, shaped as `visible` may be, added to the scaled scores.
             cap: scores are `cap * tanh(scale * query @ keys.T / cap)` instead of the products, before a mask.
+            seen: int64 `[batch, query heads, query_length, 2]`, the first token that a query sees, and the one after
+                the last. Any of the first three sizes may be 1, for all. Blocks that no query sees take no time.
 
         Raises:
             MemoryError: the host has no memory to work in; the results are not whole.
         """
-        parts, in_codes = self.ask(query, out, blocks, scale, visible, bias, cap)
+        parts, in_codes = self.ask(query, out, blocks, scale, visible, bias, cap, seen)
         kind = blocks.element, in_codes > 0
         if kind not in self._operations:
             kernels = [take_queries, *([attend_codes] if in_codes else []), ATTEND[blocks.element], merge_head]
@@ -291,14 +294,19 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         cap: float | None = None,
+        seen: np.ndarray | None = None,
     ) -> tuple[int, int]:
-        """Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks."""
+        """
+        Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks.
+
+        Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again.
+        """
         heads, coded = blocks.heads, blocks.quantized_blocks
         in_codes = parts_of(coded, heads) if coded else 0
         parts = in_codes + parts_of(-(-blocks.num_tokens // BLOCK) - coded, heads)
         as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
         self._calls.ask(
-            self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, None,
+            self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, seen,
             visible, bias, cap,
         )  # fmt: skip
         return parts, in_codes

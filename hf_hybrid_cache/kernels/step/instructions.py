@@ -1,7 +1,7 @@
 """
 The program of a decode step, as who records it writes it: for any number of rows, and without addresses.
 
-A row is a sequence with its one new token. All numbers that a step computes of it lie in storages, of which each row
+A row is one new token of a sequence. All numbers that a step computes of it lie in storages, of which each row
 has its own; weights and other constants are storages that all rows share.
 """
 
@@ -90,7 +90,7 @@ class Multiply(NamedTuple):
 
 class Attend(NamedTuple):
     """
-    Attention of each row's token to all tokens of a layer of the cache, among them itself.
+    Attention of each row's token to tokens of a layer of the cache, see `StepProgram.seen`.
 
     Attributes:
         layer: index of the blocks in what `StepProgram.take` is given.
@@ -106,6 +106,7 @@ class Attend(NamedTuple):
         scale: of the scores.
         cap: scores are `cap * tanh(scale * product / cap)`; `None` for the products themselves.
         sinks: `[query heads]`, the score of one more token of each head whose value is zero; `None` for none.
+        mask: which of `StepProgram.seen` says what rows see.
     """
 
     layer: int
@@ -120,6 +121,7 @@ class Attend(NamedTuple):
     scale: float
     cap: float | None = None
     sinks: Place | None = None
+    mask: int = 0
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ from ..attention.attention import ATTEND, merge_head
 from ..attention.attention_call import CALL_BYTES, SCRATCH, AttentionCall
 from ..attention.codes import attend_codes
 from ..attention.stored_blocks import StoredBlocks
-from ..attention.workspace import Shape, Strided, Workspace, aligned_zeros
+from ..attention.workspace import Shape, Strided, WorkingMemory, Workspace, aligned_zeros
 from ..vector.compiled import Kernel
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
@@ -55,14 +55,14 @@ _ELEMENTS: dict[int, np.dtype] = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dt
 
 
 class _Run:
-    """Operations of kernels without a call of Python between them, and the number of parts of each."""
+    """Operations of kernels without a call of Python between them; the number of parts of each, `None` for the rows."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Kernel, int]] = []
-        self.parts: list[int] = []
+        self.parts: list[int | None] = []
         self.whole: Operations | None = None
 
-    def add(self, kernel: Kernel, call: int, parts: int) -> None:
+    def add(self, kernel: Kernel, call: int, parts: int | None = None) -> None:
         self.operations.append((kernel, call))
         self.parts.append(parts)
 
@@ -78,9 +78,8 @@ class _Attention(NamedTuple):
 
     call: np.ndarray
     attend: Attend
-    workspace: Workspace
-    query: Strided
-    out: Strided
+    query: Array
+    out: Array
     sinks: tuple[int, int, int, int]
     element: np.dtype
     run: _Run
@@ -89,34 +88,42 @@ class _Attention(NamedTuple):
 
 class StepProgram:
     """
-    A step for a number of rows.
+    A step of any number of rows up to a most one.
 
     Args:
         operations: in their order. Instructions that follow each other are one operation of the kernels.
-        rows: their number.
+        most_rows: for which there is memory.
         scratch: bytes of a row's storages that live within a step only, by their keys. Storages may lie in the same
             memory where one is used last before the other is used first, so a step finds nothing there of the step
             before.
         given: the storages that the caller holds, by their keys.
+
+    Attributes:
+        seen: int64 `[masks, most_rows, 2]`, to be written before each step: the first token that a row sees, and the
+            one after the last.
 
     Raises:
         ValueError: an instruction is not known, or has more than four dimensions that do not lie as one.
     """
 
     def __init__(
-        self, operations: Sequence[Operation], rows: int, scratch: Mapping[int, int], given: Mapping[int, Memory]
+        self, operations: Sequence[Operation], most_rows: int, scratch: Mapping[int, int], given: Mapping[int, Memory]
     ):
-        self._rows = rows
+        self._most_rows = most_rows
         self._kept: list[object] = []  # what kernels read by its address
         offsets, row_bytes = _placed(operations, scratch)
-        start = self._keep(aligned_zeros(rows * row_bytes))
+        start = self._keep(aligned_zeros(most_rows * row_bytes))
         self._memory = {**given, **{key: Memory(start + offset, row_bytes) for key, offset in offsets.items()}}
-        self._work = self._keep(aligned_zeros(rows * WORK_BYTES))
+        self._work = self._keep(aligned_zeros(most_rows * WORK_BYTES))
         lists = [each.products for each in operations if isinstance(each, Multiply)]
-        self._operands = self._keep(aligned_zeros(max((_operands(each, rows)[1] for each in lists), default=0)))
-        # All rows are multiplied with one weight.
-        self._pairs, self._starts = self._keep(np.arange(rows)), self._keep(np.array([0, rows]))
+        self._operands = self._keep(aligned_zeros(max((_operands(each, most_rows)[1] for each in lists), default=0)))
+        # All rows are multiplied with one weight; the second number is theirs in the step at hand.
+        self._pairs, self._starts = np.arange(most_rows), np.zeros(2, np.int64)
+        masks = [each.mask for each in operations if isinstance(each, Attend)]
+        self.seen = np.zeros((1 + max(masks, default=0), most_rows, 2), np.int64)
+        # By shapes; those that differ in the number of queries work in the same memory.
         self._workspaces: dict[Shape, Workspace] = {}
+        self._memories: dict[Shape, WorkingMemory] = {}
         self._attention: list[_Attention] = []
         self._codes: list[list[int]] = []  # of the operation on rows that is being written
         self._runs = [_Run()]
@@ -133,35 +140,54 @@ class StepProgram:
         self._end_rows()
         for run in self._runs:
             run.end()
-        if not self._attention:
-            self.take(())
 
     def memory_of(self, storage: int) -> Memory:
         """Return where a storage lies, of `scratch` or `given`."""
         return self._memory[storage]
 
-    def take(self, layers: Sequence[StoredBlocks]) -> None:
+    def take(self, layers: Sequence[StoredBlocks], batch: int, length: int = 1) -> None:
         """
-        Take the records of a cache's layers, which count the token to come already. The caller keeps them.
+        Let the next steps be of some tokens of each sequence. Row `sequence * length + index` is one of them.
 
-        Further tokens of the same blocks are counted there.
+        Args:
+            layers: the records of a cache's layers, which count the tokens to come already. The caller keeps them.
+                Further tokens of the same blocks are counted there.
+            batch: number of sequences.
+            length: tokens of each.
         """
+        self._starts[1] = rows = batch * length
         for each in self._attention:
-            blocks, asked = layers[each.attend.layer], each.workspace.asked
+            attend, blocks = each.attend, layers[each.attend.layer]
             assert blocks.element == each.element, (blocks.element, each.element)
-            parts, in_codes = each.workspace.ask(each.query, each.out, blocks, each.attend.scale, cap=each.attend.cap)
-            each.call[: SCRATCH // 8] = asked[: SCRATCH // 8]
+            workspace = self._workspace(attend, batch, length)
+            parts, in_codes = workspace.ask(
+                _strided(each.query, length),
+                _strided(each.out, length),
+                blocks,
+                attend.scale,
+                cap=attend.cap,
+                seen=self.seen[attend.mask, :rows].reshape(batch, 1, length, 2),
+            )
+            each.call[: SCRATCH // 8] = workspace.asked[: SCRATCH // 8]
             each.call[_SINKS : _SINKS + len(each.sinks)] = each.sinks
-            each.run.parts[each.at : each.at + 2] = in_codes, parts - in_codes
+            each.run.parts[each.at : each.at + 3] = in_codes, parts - in_codes, blocks.heads
         for each in self._attention:  # a later call may have needed more memory
-            each.call[SCRATCH // 8 :] = each.workspace.asked[SCRATCH // 8 :]
+            each.call[SCRATCH // 8 :] = self._workspace(each.attend, batch, length).asked[SCRATCH // 8 :]
         for run in self._runs:
             if run.whole is not None:
-                run.whole.set_parts([*run.parts])
+                run.whole.set_parts([rows if each is None else each for each in run.parts])
+
+    def _workspace(self, attend: Attend, batch: int, length: int) -> Workspace:
+        """Attention of so many tokens of some sequences."""
+        shape = Shape(batch, attend.num_kv_heads, attend.group, length, attend.key_dim, attend.value_dim)
+        if shape not in self._workspaces:
+            memory = self._memories.setdefault(shape._replace(batch=0, query_length=0), WorkingMemory())
+            self._workspaces[shape] = Workspace(shape, memory)
+        return self._workspaces[shape]
 
     def run(self, calls: Sequence[Callable[[], None]] = ()) -> None:
         """
-        Run the step with what is in `given`, and with the last token of each record.
+        Run the step that was taken with what is in `given`, and with the last tokens of each record.
 
         Args:
             calls: what to do at each `Call`, in their order.
@@ -185,7 +211,7 @@ class StepProgram:
         """End the operation on rows that is being written."""
         if self._codes:
             codes = self._keep(np.array([number for code in self._codes for number in code]))
-            self._runs[-1].add(run_rows, self._keep(np.array(Rows(codes, len(self._codes), self._work))), self._rows)
+            self._runs[-1].add(run_rows, self._keep(np.array(Rows(codes, len(self._codes), self._work))))
             self._codes = []
 
     def _array(self, place: Place | float, steps: Sequence[int], form: int) -> Array:
@@ -232,8 +258,8 @@ class StepProgram:
 
     def _multiply(self, products: Sequence[ProductOf]) -> None:
         """Add products, and before them what makes their operands of the tokens."""
-        rows, threads = self._rows, team_of_kernels().threads
-        offsets, _ = _operands(products, rows)
+        threads = team_of_kernels().threads
+        offsets, _ = _operands(products, self._most_rows)
         calls = np.array([self._product(each, offsets, threads) for each in products])
         first = self._keep(calls)
         for index, each in enumerate(products):
@@ -251,10 +277,10 @@ class StepProgram:
         bias = None if each.bias is None else self._array(each.bias, [1], APART)
         return Product(
             weights=each.products.address,
-            places=self._rows,
-            pairs=self._pairs,
+            places=self._most_rows,
+            pairs=self._pairs.ctypes.data,
             matrices=self._keep(np.array([each.which])),
-            starts=self._starts,
+            starts=self._starts.ctypes.data,
             tokens=tokens.address,
             tokens_are_bfloat16=tokens.is_bfloat16,
             token_step=tokens.row_bytes // tokens.step,
@@ -263,7 +289,7 @@ class StepProgram:
             operand=operand,
             steps=steps,
             sums=sums,
-            operand_parts=self._rows,
+            operand_parts=self._most_rows,
             bias=0 if bias is None else bias.address,
             bias_is_bfloat16=0 if bias is None else bias.is_bfloat16,
             bias_step=0,
@@ -276,15 +302,11 @@ class StepProgram:
     def _attend(self, attend: Attend) -> None:
         """Add attention, and before it what writes keys and values and takes the queries."""
         assert attend.query.strides[-1] == attend.out.strides[-1] == 1
-        rows, heads = self._rows, attend.num_kv_heads
-        shape = Shape(rows, heads, attend.group, 1, attend.key_dim, attend.value_dim)
-        if shape not in self._workspaces:
-            self._workspaces[shape] = Workspace(shape)
         call = np.zeros(CALL_BYTES // 8, np.int64)
         address, states = self._keep(call), []
         if attend.keys is not None and attend.values is not None:
             states = [self._array(each, each.strides[::-1], APART) for each in (attend.keys, attend.values)]
-        code = Code(TAKE_STATES, len(states), 0, heads, 0, 0, 0, address)
+        code = Code(TAKE_STATES, len(states), 0, attend.num_kv_heads, 0, 0, 0, address)
         self._codes.append([*code, *(number for array in states for number in array)])
         self._end_rows()
         query, out = (self._array(each, each.strides[::-1], APART) for each in (attend.query, attend.out))
@@ -296,18 +318,17 @@ class StepProgram:
         run = self._runs[-1]
         self._attention.append(
             _Attention(
-                call, attend, self._workspaces[shape], _strided(query), _strided(out), sinks, element, run,
-                len(run.operations),
+                call, attend, query, out, sinks, element, run, len(run.operations)
             )
         )  # fmt: skip
-        run.add(attend_codes, address, 0)
-        run.add(ATTEND[element], address, 0)
-        run.add(merge_head, address, rows * heads)
+        for kernel in (attend_codes, ATTEND[element], merge_head):
+            run.add(kernel, address)  # `take` says the parts
 
 
-def _strided(heads: Array) -> Strided:
-    """Heads of each row as attention takes them."""
-    return Strided(heads.address, heads.row_bytes, heads.first_step, 0, bool(heads.is_bfloat16))
+def _strided(heads: Array, length: int) -> Strided:
+    """Heads of rows, `length` of each sequence, as attention takes them."""
+    of_row = heads.row_bytes
+    return Strided(heads.address, length * of_row, heads.first_step, of_row, bool(heads.is_bfloat16))
 
 
 def _as_lines(

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..attention.attention import take_queries
-from ..attention.attention_call import stored_at
+from ..attention.attention_call import AttentionCall, row_bytes, scratch_at, stored_at, take_ranges, take_rows
 from ..vector.compiled import jit, jit_exact, jit_function
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import (
@@ -225,20 +224,31 @@ def _reduce(row, address, work):
 
 @jit_function
 def _take_states(row, address):
-    """Bring the new token's keys and values, lines of `Array`, to the cache, and its queries to attention."""
+    """Bring a row's keys and values, lines of `Array`, to the cache, and its queries to attention."""
     code = call_at(address, Code)
-    stored = stored_at(code.call)
-    block, token = divmod(stored.num_tokens - 1 - stored.quantized_blocks * BLOCK, BLOCK)
-    for index in range(code.lines):
-        head = row * code.lines + index
+    asked, stored, scratch = call_at(code.call, AttentionCall), stored_at(code.call), scratch_at(code.call)
+    sequence, index = row // asked.query_length, row % asked.query_length
+    position = stored.num_tokens - asked.query_length + index
+    block, token = divmod(position - stored.quantized_blocks * BLOCK, BLOCK)
+    operand_bytes = row_bytes(asked.operand_is_bfloat16, code.call)
+    rotated_bytes = row_bytes(asked.rotated_is_bfloat16, code.call)
+    for kv_head in range(code.lines):
+        head = sequence * code.lines + kv_head
         if code.arrays:
             keys, values = (call_at(address + CODE_BYTES, Array), call_at(address + CODE_BYTES + ARRAY_BYTES, Array))
             item, place = 2 if keys.is_bfloat16 else 4, block * stored.heads + head
             key = stored.keys + place * stored.key_bytes + token * item
             value = stored.values + place * stored.value_bytes + token * stored.width * item
-            _scatter(row, keys, index, stored.key_dim, key, BLOCK * item)
-            _scatter(row, values, index, stored.value_dim, value, item)
-        take_queries(head, code.call)
+            _scatter(row, keys, kv_head, stored.key_dim, key, BLOCK * item)
+            _scatter(row, values, kv_head, stored.value_dim, value, item)
+        for group in range(asked.group):
+            of_head = group * asked.query_length + index
+            place = head * asked.rows_at_once + of_head
+            operand, rotated = scratch.operand + place * operand_bytes, scratch.rotated + place * rotated_bytes
+            take_rows(head, of_head, 1, operand, rotated, code.call)
+            # Rows that fill up the last tile see what the last one sees.
+            filled = asked.rows_at_once - of_head if of_head == asked.rows - 1 else 1
+            take_ranges(head, of_head, filled, scratch.ranges + place * 16, code.call)
 
 
 @jit_function

@@ -169,7 +169,6 @@ class HostBudget:
             HostMemoryError: the layers would need more than is free, or nothing is held yet and the expected length
                 would; nothing is noted then.
         """
-
         asked, asked_bytes, granted = self._asked
         if num_entries == asked and entry_bytes <= asked_bytes and self._held:
             self.note(holder, granted, entry_bytes)
