@@ -101,14 +101,13 @@ class WholeSteps:
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
         if not self._has_updates:
             cache._passes.note_access(self.indices[0], "keys and values")
-        cache._stores.note_pass(0)
+        cache._stores.note_pass(cache._stores.first_layer)
         self.count_next()
 
     def count_next(self) -> None:
         """Count the token to come in the records; the stores count it once it is written."""
-        num_tokens = self.num_tokens + 1
-        for blocks in self.blocks:
-            blocks.count(num_tokens)
+        for store, blocks in zip(self.stores, self.blocks, strict=True):
+            blocks.count(store.own_tokens + 1, store.hidden_from_next())
 
     def end(self, queries: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Count the token that is written to all of our layers; `[batch, heads, 1, head_dim]` have attended to them."""

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..cache import HybridCache
 from ..errors import HybridCacheError
 from ..kernels import Multiply
-from ..layers import HybridLayer
 from .recording import OpaqueError, Recorder, Recording, Step, UnrecordableError
 from .schedule import schedule
 from .stages import Stages, random_tokens, run_own
@@ -94,7 +92,7 @@ def refusing(name: str) -> Iterator[None]:
 
 def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     """Record all stages, after a short prompt."""
-    cache = _cache_of_all_tokens(decoder.config)
+    cache = _new_cache(decoder.config)
     opaque = set[type]()
     run_own(decoder, cache, random_tokens(decoder, 1, _PROMPT))
     while True:
@@ -117,16 +115,6 @@ def _new_cache(config: PreTrainedConfig) -> HybridCache:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it changes nothing
         return HybridCache(config)
-
-
-def _cache_of_all_tokens(config: PreTrainedConfig) -> HybridCache:
-    """A cache whose layers of windows keep all tokens, if it has layers of attention alone."""
-    cache = _new_cache(config)
-    if {*map(type, cache.layers)} <= {HybridLayer, DynamicSlidingWindowLayer}:
-        plain: Any = PreTrainedConfig()
-        plain.num_hidden_layers = len(cache.layers)
-        return HybridCache(plain)
-    return cache
 
 
 def _require_alike(step: RecordedStep, decoder: Any) -> None:

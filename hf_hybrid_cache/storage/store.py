@@ -56,9 +56,11 @@ class Store(TokenStore):
         packed: packed blocks; `None` if the layer is not quantized.
         streamed: the run that grows with the sequence, if it is streamed to the device.
         blocks: the record of tokens in host memory that kernels read; attention makes it and keeps it true.
+        num_hidden: first tokens of `dense` that the first of the tokens which were written last does not see.
     """
 
     blocks: Any = None
+    num_hidden = 0
 
     def __init__(
         self,
@@ -221,6 +223,10 @@ class Store(TokenStore):
         except HostMemoryError:  # whoever stores the token raises it
             return 0
         return min(until_border, dense.num_free, GRANULE - held % GRANULE)
+
+    def hidden_from_next(self) -> int:
+        """Return the number of first tokens of `dense` that the next token does not see."""
+        return 0
 
     def note_written(self) -> None:
         """Count one more token of each sequence, which was written in its place, see `make_place`."""

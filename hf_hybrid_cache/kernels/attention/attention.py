@@ -68,11 +68,12 @@ ATTEND: dict[np.dtype, Kernel] = {
 def _attend_part(element, part, address):
     """Attend to a part's blocks, in the order of memory: all heads of a block before the next one."""
     call, stored = call_at(address, AttentionCall), stored_at(address)
-    blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks
+    hidden = stored.hidden // BLOCK
+    blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks - hidden
     items = share(part, call.parts - call.quantized_parts, blocks * stored.heads)
     part += call.quantized_parts
     start_part(part, items, address)
-    for item in items:
+    for item in range(items.start + hidden * stored.heads, items.stop + hidden * stored.heads):
         block = item // stored.heads
         start = (block if block < stored.first_quantized else block + stored.quantized_blocks) * BLOCK
         _attend_block(element, part, item, item - block * stored.heads, start, address)
@@ -110,7 +111,7 @@ def _attend_block(element, part, item, head, start, address):
     memory, tokens = part * scratch.part_bytes, min(BLOCK, stored.num_tokens - start)
     keys, values = stored.keys + item * stored.key_bytes, stored.values + item * stored.value_bytes
     scores, corrections = scratch.scores + memory, scratch.corrections + memory
-    is_masked = has_mask(address) or tokens < BLOCK
+    is_masked = has_mask(address) or tokens < BLOCK or start < stored.hidden
     for first in range(0, call.rows_at_once, ROWS):
         row = head * call.rows_at_once + first
         stride = row_bytes(call.operand_is_bfloat16, address)
