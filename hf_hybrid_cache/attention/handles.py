@@ -156,7 +156,7 @@ def handles_of(
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
     layer, shape = LayerView(store, attention, store if tokens is None else tokens), store.shape
-    batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_tokens
+    batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_shown
     return (
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
         KVHandle.make(layer, 1, torch.Size((batch, num_kv_heads, num_tokens, shape.value_dim))),

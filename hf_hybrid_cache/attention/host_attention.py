@@ -277,7 +277,7 @@ def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
                 None if values.channel_scaling is None else values.channel_scaling.inverse_array,
             )
         blocks.write(*dense.arrays(), shape.num_kv_heads, shape.value_dim, quantized, place)
-    blocks.count(store.own_tokens - num_elsewhere)
+    blocks.count(store.own_tokens - num_elsewhere, store.num_hidden)
     return blocks
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..layers import HybridLayer, copy_of, num_sequences_of, tensors_of
+from ..layers import HybridLayer, WindowLayer, copy_of, num_sequences_of, tensors_of
 from ..storage import RecentStates
 
 
@@ -74,12 +74,13 @@ def num_sequences(layers: Sequence[Any]) -> int | None:
 
 def kinds_in_the_way(layers: Sequence[Any], left: int, held: int) -> list[str]:
     """Return the types of the layers that cannot go back from `held` tokens to those that are left."""
-    stock = (layer for layer in layers if not isinstance(layer, HybridLayer))
-    return sorted({type(layer).__name__ for layer in stock if not _can_be_cropped(layer, held - left, held)})
+    return sorted({type(layer).__name__ for layer in layers if not _can_be_cropped(layer, held - left, held)})
 
 
 def _can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:
-    """Return whether a layer of transformers' own can go back to what it was so many tokens ago, of `num_tokens`."""
+    """Return whether a layer can go back to what it was so many tokens ago, of `num_tokens`."""
+    if isinstance(layer, HybridLayer):
+        return not isinstance(layer, WindowLayer) or layer.can_go_back_to(num_tokens - tokens_to_remove)
     # transformers does not tell: some types raise an error, and some go on with states that are not those of before.
     kinds = type(layer).__mro__
     storing, cropping = (

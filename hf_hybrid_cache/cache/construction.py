@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import CACHE_ARGUMENT
-from ..layers import HybridLayer, LayerStores, Placement, checked_count
+from ..layers import HybridLayer, LayerStores, Placement, WindowLayer, checked_count, window_of
 from ..processes import Peers
 from ..scalars import as_integer
 from ..storage import InitialCapacity, KVCodec, can_page_lock
@@ -50,12 +50,16 @@ def new_contents(
     for argument, indices in {"cpu_decode": placement.cpu_layers, "codec": codecs}.items():
         if unknown := sorted(set(indices).difference(ours)):
             raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
-    if not ours:
-        _warn_of_nothing_to_do(text_config, layers)
+    windows = {index: window for index, layer in enumerate(layers) if (window := window_of(layer)) is not None}
+    if not ours and not windows:
+        _warn_of_nothing_to_do(layers)
     capacity = InitialCapacity.expecting(max_length, getattr(text_config, "max_position_embeddings", None))
-    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers)
+    first = min([*ours, *windows], default=0)
+    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers, first, len(windows))
     for ordinal, index in enumerate(ours):
         layers[index] = HybridLayer(index, ordinal, stores)
+    for index, window in windows.items():
+        layers[index] = WindowLayer(index, stores, window)
     return Contents(layers, stores)
 
 
@@ -96,17 +100,15 @@ def _checked_placement(placement: Placement, peers: Peers | None) -> Placement:
     return placement if peers is None or placement.cpu_decode else replace(placement, cpu_decode=True)
 
 
-def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -> None:
+def _warn_of_nothing_to_do(layers: Iterable[object]) -> None:
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
-    window = getattr(config, "sliding_window", None)
-    reason = f" (a sliding window of {window:,} tokens)" if isinstance(window, int) else ""
     # The warning is of who makes the cache, by whichever class.
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        f"No layer of this model attends to its whole context{reason}: its layers are transformers' own ({kinds}), and "
-        "this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
+        "No layer of this model attends to its whole context, or to a window of it: its layers are transformers' own "
+        f"({kinds}), and this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
         stacklevel=level,
     )
 

@@ -3,6 +3,7 @@
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ..layers import IncompleteCacheError, tensors_of
+from .checkpoints import kinds_in_the_way
 from .contents import Contents
 
 # Before transformers had it, models took some states out of the layers themselves, of which the cache hears nothing.
@@ -121,16 +122,17 @@ class ForwardPasses:
             return True
         if self._may_lack_layers or kept == 0:
             return False
-        if others := {type(layer).__name__ for layer in self._contents.theirs if list(tensors_of(layer))}:
+        others = {type(layer).__name__ for layer in self._contents.theirs if list(tensors_of(layer))}
+        longer_ones = [layer for layer in self._contents.ours if layer.get_seq_length() == longer]
+        if others := others.union(kinds_in_the_way(longer_ones, kept, longer)):
             lengths = ", ".join(f"{length:,}" for length in sorted(self._contents.checkpoints))
             way_out = f"cache.go_back(n) to a checkpoint ({lengths}), or cache.reset()" if lengths else "cache.reset()"
             raise IncompleteCacheError(
                 f"An error or an interruption ended a forward pass half-way, and layers of type "
                 f"{', '.join(sorted(others))} cannot go back. Call {way_out}, or use a new cache."
             )
-        for layer in self._contents.ours:
-            if layer.get_seq_length() == longer:
-                layer.crop(kept - longer)
+        for layer in longer_ones:
+            layer.crop(kept - longer)
         return True
 
     def _lengths_of_ends(self) -> tuple[int, int]:

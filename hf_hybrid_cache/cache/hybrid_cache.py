@@ -41,8 +41,9 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
-    Layers of other types (sliding window, chunked, linear attention, ...) get transformers' own layer, so that every
-    decoder model works. Tokens are the same as with transformers' `DynamicCache`, in every generation mode.
+    Layers with a sliding window, or with chunks, keep their last tokens in full precision where the model computes.
+    Layers of other types (linear attention, ...) get transformers' own layer, so that every decoder model works. Tokens
+    are the same as with transformers' `DynamicCache`, in every generation mode.
 
     Args:
         config: the model's config (`model.config`).
@@ -269,9 +270,12 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         """Yield the number of layers of each kind, and their place."""
         ours, theirs, placement = self._contents.ours, self._contents.theirs, self._stores.placement
         widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in self.codecs.items()}
-        for bits, number in Counter(widths.get(layer.layer_idx) for layer in ours).items():
+        windows = sum(layer.is_sliding for layer in ours)
+        for bits, number in Counter(widths.get(each.layer_idx) for each in ours if not each.is_sliding).items():
             kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
             yield f"{number} layer{'' if number == 1 else 's'} {kind}"
+        if windows:
+            yield f"{windows} with a window"
         if theirs:
             yield f"{len(theirs)} of transformers' own"
         if (peers := self._stores.peers) is not None:
@@ -488,8 +492,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         Where there is a checkpoint at the length that is left, all layers are what they were then, to the bit.
 
         Raises:
-            NoCheckpointError: a layer of transformers' own has forgotten what it held then, and there is no checkpoint
-                at that length; `go_back` goes to the last checkpoint before it.
+            NoCheckpointError: a layer has forgotten what it held then, and there is no checkpoint at that length;
+                `go_back` goes to the last checkpoint before it. Layers with windows can go back by 64 tokens.
             ValueError: a positive number, which older versions of transformers took for the length to keep.
             IncompleteCacheError: something ended a change of the cache half-way.
 

@@ -96,12 +96,12 @@ class WholeSteps:
         cache._passes.are_asked_about = True  # by the mask, in a model's own forward
         if not self._has_updates:
             cache._passes.note_access(self.indices[0], "keys and values")
-        cache._stores.note_pass(0)
+        cache._stores.note_pass(cache._stores.first_layer)
 
     def count_next(self, length: int) -> None:
         """Count the tokens of the next step in the records; the stores count them once they are written."""
         for store, blocks in zip(self.stores, self.blocks, strict=True):
-            blocks.count(store.num_tokens + length)
+            blocks.count(store.own_tokens + length, store.hidden_from_next())
 
     def end(self, length: int, queries: Callable[[], Iterable[tuple[int, torch.Tensor]]]) -> None:
         """

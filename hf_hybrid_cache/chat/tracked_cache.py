@@ -200,7 +200,7 @@ def can_answer_together(model: PreTrainedModel) -> bool:
     """Return whether padding changes no answer: attention sees all tokens, and positions can be given."""
     layers = DynamicHybridCache(model.config).layers
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    return takes_positions and all(isinstance(layer, HybridLayer) for layer in layers)
+    return takes_positions and all(isinstance(layer, HybridLayer) and not layer.is_sliding for layer in layers)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

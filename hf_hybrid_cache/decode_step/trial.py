@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..cache import HybridCache
 from ..errors import HybridCacheError
 from ..kernels import Multiply
-from ..layers import HybridLayer
 from .recording import OpaqueError, PythonCall, Recorder, Recording, Step, UnrecordableError
 from .schedule import schedule
 from .stages import Stages, new_cache, random_tokens, run_own
@@ -112,7 +109,7 @@ def refusing(name: str) -> Iterator[None]:
 
 def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     """Record all stages, after a short prompt."""
-    cache = _cache_of_all_tokens(decoder.config)
+    cache = new_cache(decoder.config)
     opaque = set[type]()
     run_own(decoder, cache, input_ids=random_tokens(decoder, 1, _PROMPT))
     while True:
@@ -129,16 +126,6 @@ def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     if not any(isinstance(step, Multiply) for step in steps):
         raise UnrecordableError("none of its products is one of kernels")
     return RecordedStep(names, recording, steps)
-
-
-def _cache_of_all_tokens(config: PreTrainedConfig) -> HybridCache:
-    """A cache whose layers of windows keep all tokens, if it has layers of attention alone."""
-    cache = new_cache(config)
-    if {*map(type, cache.layers)} <= {HybridLayer, DynamicSlidingWindowLayer}:
-        plain: Any = PreTrainedConfig()
-        plain.num_hidden_layers = len(cache.layers)
-        return HybridCache(plain)
-    return cache
 
 
 def _require_alike(

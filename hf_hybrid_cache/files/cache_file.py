@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from ..codecs import describe
-from ..layers import HybridLayer, LayerStores
+from ..layers import HybridLayer, LayerStores, stock_form
 from ..processes import Agreement
 from ..system.durable_files import replaced_when_whole
 from .description import CacheDescription
@@ -35,6 +35,7 @@ def save_layers(
 ) -> None:
     """Write a cache's layers to a file; processes that share them do so together. See `HybridCache.save` for errors."""
     ids = {} if token_ids is None else {"ids": token_ids.to("cpu", torch.int32)}
+    layers = [stock_form(layer) for layer in layers]
     try:
         description = CacheDescription(
             layers=tuple(described_layer(layer) for layer in layers),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..codecs import described_codec
-from ..layers import HybridLayer
+from ..layers import HybridLayer, WindowLayer, stock_form
 from ..storage import HostBlocks, KVCodec, OneSequence, SeenQueries, Segment, ShardedStore, Store, require_host_bytes
 from .description import DTYPES, TAILS, SavedLayers, States
 from .layers import bytes_of, forms_of, role_names
@@ -84,12 +84,19 @@ class Filling:
         `ValueError` if they do not fit the layer, or each other.
         """
         saved, section = self._saved.layers[index], f"layers.{index}"
+        target, layer = layer, stock_form(layer)
         if saved.type != type(layer).__name__:
             raise ValueError(f"layer {index} is a {saved.type} there and a {type(layer).__name__} here")
         if not isinstance(layer, HybridLayer):
             tensors = empty_tensors(self._file, section)
             self.targets.update(targets_of(section, tensors))
-            return lambda: self._restore(index, layer, saved.attributes or {}, tensors)
+
+            def restore() -> None:
+                self._restore(index, layer, saved.attributes or {}, tensors)
+                if isinstance(target, WindowLayer):
+                    target.take_stock(layer)
+
+            return restore
         if saved.states is not None:
             return self._place_states(index, layer, saved.states)
         if self._file.tensors(section):

@@ -5,6 +5,7 @@ from .hybrid_layer import HybridLayer, checked_removal
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .options import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .stock_layers import batch_of, copy_of, follow, forget_states_of, move_tensors_of, num_sequences_of, tensors_of
+from .window_layer import WindowLayer, stock_form, window_of
 
 __all__ = [
     "LEAST_DEVICE_TOKENS",
@@ -15,6 +16,7 @@ __all__ = [
     "LayerStores",
     "NoCheckpointError",
     "Placement",
+    "WindowLayer",
     "batch_of",
     "checked_count",
     "checked_removal",
@@ -23,5 +25,7 @@ __all__ = [
     "forget_states_of",
     "move_tensors_of",
     "num_sequences_of",
+    "stock_form",
     "tensors_of",
+    "window_of",
 ]

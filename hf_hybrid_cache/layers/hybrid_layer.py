@@ -145,8 +145,7 @@ class HybridLayer(CacheLayerMixin):
                 "in place. Edit a cache without group=, save it, and load it with group=."
             )
         shape = KVShape.of(keys, values)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise _gradients_error()
+        require_no_gradients(keys, values)
         self._lent = None
         self._stores.num_edits += 1
         old = self.usable_store()
@@ -170,10 +169,14 @@ class HybridLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
+    def place_for(self, shape: KVShape) -> Place:
+        """Return the place where states of this shape are kept."""
+        return self._stores.place_of(self.layer_idx, self._ordinal, shape)
+
     def start(self, shape: KVShape, fill: Callable[[OneSequence], object] = lambda new: None) -> OneSequence:
         """Make the layer's store for states of this shape, which `fill` fills, in the place of one that there is."""
-        stores, old = self._stores, self._store
-        place = stores.place_of(self.layer_idx, self._ordinal, shape)
+        old = self._store
+        place = self.place_for(shape)
         if place.on_cpu:
             assert shape.element is not None
             compile_in_background(shape.element, place.choice is not None)
@@ -227,8 +230,8 @@ class HybridLayer(CacheLayerMixin):
         self._lent = None
         key_states, value_states = self.fitting(key_states, value_states)
         stores = self._stores
-        if self._ordinal == 0 or stores.thread != get_ident():
-            stores.note_pass(self._ordinal)
+        if self.layer_idx == stores.first_layer or stores.thread != get_ident():
+            stores.note_pass(self.layer_idx)
         if self._store is None:
             self.lazy_initialization(key_states, value_states)
         assert self._store is not None
@@ -247,7 +250,8 @@ class HybridLayer(CacheLayerMixin):
                 assert isinstance(store, Store)
                 return handles_of(store, stores.attention, store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
-            if takes_handles and (new_tokens <= _MOST_DRAFTED or store.streamed is None):
+            takes_chunks = not self.is_sliding and store.streamed is None
+            if takes_handles and (new_tokens <= _MOST_DRAFTED or takes_chunks):
                 if store.cpu_fraction is None or not self._add_beside_device(store, key_states, value_states):
                     store.add(key_states, value_states)
                 return handles_of(store, stores.attention)
@@ -557,8 +561,7 @@ class HybridLayer(CacheLayerMixin):
             RuntimeError: the states require gradients.
         """
         store, shape = self._store, KVShape.of(keys, values)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise _gradients_error()
+        require_no_gradients(keys, values)
         if store is None or shape == store.shape:
             return keys, values
         if store.num_tokens == 0:
@@ -580,11 +583,13 @@ class HybridLayer(CacheLayerMixin):
         return keys.to(common.key_dtype), values.to(common.value_dtype)
 
 
-def _gradients_error() -> RuntimeError:
-    return RuntimeError(
-        "This cache writes in place and keeps no gradients, but the new states require them. Run the model under "
-        "torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
-    )
+def require_no_gradients(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise a `RuntimeError` where states require gradients, which writes in place do not keep."""
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        raise RuntimeError(
+            "This cache writes in place and keeps no gradients, but the new states require them. Run the model under "
+            "torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
+        )
 
 
 def checked_removal(tokens_to_remove: int, num_tokens: int) -> int:

@@ -38,6 +38,7 @@ from ..storage import (
     Staging,
     Store,
     Streamed,
+    WindowStore,
     can_page_lock,
     grown_capacity,
     streams_for,
@@ -86,6 +87,8 @@ class LayerStores:
         codecs: how layers are quantized, by index in the model; the others stay in full precision.
         config: config of the model, or of its text part; it names the implementation of attention in use.
         peers: processes that keep a shard each; `None` for a single process.
+        first_layer: index of the first layer that asks for a store, to which a forward pass comes first.
+        num_windows: number of layers that keep the last tokens only.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
@@ -109,9 +112,12 @@ class LayerStores:
         codecs: Mapping[int, KVCodec] | None = None,
         config: PreTrainedConfig | None = None,
         peers: Peers | None = None,
+        first_layer: int = 0,
+        num_windows: int = 0,
     ):
         self.placement = placement
         self.config = config
+        self.first_layer = first_layer
         self.peers = peers
         self.shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
         self.capacity = capacity
@@ -122,6 +128,7 @@ class LayerStores:
         self.recent_budget = _RecentBudget(len(self._choices))
         self.packed_budget = HostBudget(len(self._choices), GRANULE, expected_length)
         self.device_budget = HostBudget(num_layers, expected_length=expected_length)
+        self.window_budget = HostBudget(num_windows)
         self.stats = CacheStats()
         fraction = placement.cpu_fraction
         self.cpu_fraction = None if fraction is None else CpuFraction(fraction, placement.adapts, self.stats)
@@ -197,6 +204,12 @@ class LayerStores:
         keeps_copy = is_resident and not on_cpu
         return Place(self, ordinal, choice, kinds, on_cpu, on_codes, keeps_copy, device_tokens, fraction)
 
+    def place_of_window(self, layer_idx: int, window: int, shape: KVShape) -> "Place":
+        """Return the place of the layer `layer_idx`, which keeps the last tokens only, where the model computes."""
+        is_on_cpu = shape.device.type == "cpu" and shape.element is not None and not self.attention.is_declined
+        on_cpu = is_on_cpu and self.placement.attends_on_cpu(layer_idx, computes_on_cpu=True)
+        return WindowPlace(self, -1, None, HOST if on_cpu else DEVICE, on_cpu, False, False, 0, None, window)
+
     def _attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
             return False
@@ -216,7 +229,7 @@ class LayerStores:
             )
         return shape.element is not None and has_kernel
 
-    def note_pass(self, ordinal: int) -> None:
+    def note_pass(self, layer_idx: int) -> None:
         """
         Note the thread of a forward pass, which begins with the first layer, and its implementation of attention.
 
@@ -224,7 +237,7 @@ class LayerStores:
             RuntimeError: another thread has begun a forward pass before this one's ended.
         """
         thread = get_ident()
-        if ordinal == 0:
+        if layer_idx == self.first_layer:
             self.thread = thread
             # Asked once a pass, because transformers' configs take long to answer.
             self.implementation = getattr(self.config, "_attn_implementation", None)
@@ -348,6 +361,21 @@ class Place:
             stores.stagings[device] = Staging(streams_for(device), placement.prefetch_layers, stores.stats)
         pinned = placement.pin_memory is not False and can_page_lock(device.type)
         return Streamed(shape, capacity, budget, stores.stagings[device], self.is_resident, pinned, packed)
+
+
+@dataclass(frozen=True)
+class WindowPlace(Place):
+    """The place of a layer that keeps the last tokens only: `window` of them, and up to a block or an eighth more."""
+
+    window: int
+
+    def make(self, shape: KVShape, after_prefix: bool = False) -> WindowStore:
+        scratch = self.stores.scratches.setdefault(shape.device, Scratch(shape.device))
+        return WindowStore(shape, self.window, self, scratch)
+
+    def dense(self, shape: KVShape, layout: Layout) -> Run:
+        most = WindowStore.most_tokens(self.window)
+        return self._run(self.kinds.growing, shape, InitialCapacity(0, grown_capacity(most)), self.stores.window_budget)
 
 
 class _RecentBudget(HostBudget):

@@ -72,8 +72,10 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     if own is None:
         later = _cost(model.repeated(), placement, codec, range(prompt, context + 1), on_cpu)
         return replace(cost, decode=later.decode)
-    others = model.repeated().held_by_others(context) - model.held_by_others(prompt)
-    more = Held.where(on_cpu, others + own["meta"], own["cpu"])
+    stores = _stores(model, placement, codec)
+    own.update(_held_by_others(model.repeated(), stores, range(prompt, context + 1), on_cpu))
+    own.subtract(_held_by_others(model, stores, model.lengths(prompt), on_cpu))
+    more = Held.where(on_cpu, own["meta"], own["cpu"])
     return replace(cost, decode=Held(cost.decode.device + more.device, cost.decode.host + more.host))
 
 
@@ -91,11 +93,25 @@ def _cost(
         shared_prefill = max(shared_prefill, layer.shared_prefill)
         shared_decode = max(shared_decode, layer.shared_decode)
         copied = max(copied, layer.copied)
-    others = model.held_by_others(lengths[-1])
+    kept.update(_held_by_others(model, stores, lengths, on_cpu))
     prefill, decode = (
-        Held.where(on_cpu, kept["meta"] + others + shared, kept["cpu"]) for shared in (shared_prefill, shared_decode)
+        Held.where(on_cpu, kept["meta"] + shared, kept["cpu"]) for shared in (shared_prefill, shared_decode)
     )
     return CacheCost(prefill, decode, copied)
+
+
+def _held_by_others(model: ModelCost, stores: LayerStores, lengths: Sequence[int], on_cpu: bool) -> Counter[str]:
+    """Bytes of the layers without full attention, by device type, after so many tokens in turn."""
+    held: Counter[str] = Counter()
+    for index, layer in model.others.items():
+        if layer.shape is None or layer.window is None:
+            held["cpu" if on_cpu else "meta"] += layer.held_bytes(lengths[-1])
+            continue
+        shape = layer.shape._replace(device=HOST) if on_cpu else layer.shape
+        store = stores.place_of_window(index, layer.window, shape).make(shape)
+        for device, num_bytes in store.planned_bytes(lengths):
+            held[device.type] += num_bytes
+    return held
 
 
 def _own_bytes(
@@ -122,7 +138,8 @@ def _stores(model: ModelCost, placement: Placement, codec: KVCodec | None) -> La
     if not model.has_kernel:
         placement = replace(placement, cpu_decode=False)  # a cache does the same once attention asks for the states
     codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
-    return LayerStores(placement, InitialCapacity.expecting(None, model.max_context), len(model.shapes), codecs)
+    capacity = InitialCapacity.expecting(None, model.max_context)
+    return LayerStores(placement, capacity, len(model.shapes), codecs, num_windows=len(model.others))
 
 
 def _kinds_of_layers(model: ModelCost, on_cpu: bool) -> Iterator[tuple[int, KVShape, int]]:

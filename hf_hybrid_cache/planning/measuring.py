@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
@@ -102,7 +102,7 @@ class _Layers:
         self._layers = _layers_of(self._model)
         self._of_model = len(self._layers)
         last = self._last_layers()
-        self._shapes = [model.shapes.get(index) for index in last]
+        self._shapes = [model.shapes[index] if index in model.shapes else model.others[index].shape for index in last]
         self._keep_layers(last)
         self._vocabulary = self._model.config.get_text_config(decoder=True).vocab_size
         self._options = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
@@ -221,10 +221,6 @@ class _Layers:
         for start in range(0, num_tokens, _FILLED_AT_ONCE):
             size = min(_FILLED_AT_ONCE, num_tokens - start)
             for number, shape in enumerate(self._shapes):
-                layer: Any = cache.layers[number]
-                if shape is None and isinstance(layer, DynamicLayer) and layer.is_initialized:
-                    held: tuple[Any, Any] = layer.keys, layer.values
-                    shape = KVShape.of(*held)
                 if shape is not None:
                     shape = shape._replace(batch=rows, device=self._device)
                     if shape not in states:

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import cache_argument
 from ..errors import HybridCacheError
-from ..layers import tensors_of
+from ..layers import tensors_of, window_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS, Width, coverage, holds_experts
 
@@ -74,33 +74,42 @@ class ExpertsCost:
 @dataclass(frozen=True)
 class OtherLayer:
     """
-    The size of a layer that keeps transformers' own cache.
+    The size of transformers' own layer, where it is not one of full attention.
 
     Attributes:
-        token_bytes: of the keys and values of one token.
-        max_tokens: the most tokens that it keeps; `None` for all.
+        shape: of its keys and values, on the meta device; `None` if it has none.
+        most_tokens: the most tokens that it keeps; `None` for all.
         fixed_bytes: held at any context length.
+        window: tokens that a query sees, if a `HybridCache` has a layer of its own for them.
     """
 
-    token_bytes: int
-    max_tokens: int | None
+    shape: KVShape | None
+    most_tokens: int | None
     fixed_bytes: int
+    window: int | None
 
     @classmethod
     def of(cls, layer: Any) -> "OtherLayer":
         """The size of a layer, measured on one that holds some tokens."""
         held = sum(tensor.nbytes for tensor in tensors_of(layer))
         if not isinstance(layer, DynamicLayer) or layer.get_seq_length() == 0:
-            return cls(0, None, held)
+            return cls(None, None, held, None)
         states: tuple[Any, Any] = layer.keys, layer.values
-        token_bytes = sum(tensor.nbytes // tensor.shape[2] for tensor in states)
         window = getattr(layer, "sliding_window", None)
-        return cls(token_bytes, window and window - 1, held - sum(tensor.nbytes for tensor in states))
+        fixed_bytes = held - sum(tensor.nbytes for tensor in states)
+        return cls(KVShape.of(*states), window and window - 1, fixed_bytes, window_of(layer))
 
     def held_bytes(self, num_tokens: int) -> int:
         """Bytes held after `num_tokens` tokens."""
-        kept = num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
-        return self.fixed_bytes + kept * self.token_bytes
+        if self.shape is None:
+            return self.fixed_bytes
+        kept = num_tokens if self.most_tokens is None else min(num_tokens, self.most_tokens)
+        return self.fixed_bytes + kept * sum(self.shape.token_bytes)
+
+    def repeated(self, number: int) -> "OtherLayer":
+        """The size of a layer of `number` times as many sequences."""
+        shape = None if self.shape is None else self.shape._replace(batch=number * self.shape.batch)
+        return replace(self, shape=shape, fixed_bytes=number * self.fixed_bytes)
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class ModelCost:
         chunk: number of tokens of each sequence in one forward pass of the prefill.
         experts: cost of the experts.
         shapes: of the keys and values of the full-attention layers, by index, on the meta device.
-        others: the layers that keep transformers' own cache.
+        others: the other layers, by index.
         has_kernel: whether the CPU kernel computes its attention.
         least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
         working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
@@ -138,7 +147,7 @@ class ModelCost:
     chunk: int
     experts: ExpertsCost
     shapes: Mapping[int, KVShape]
-    others: tuple[OtherLayer, ...]
+    others: Mapping[int, OtherLayer]
     has_kernel: bool
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
@@ -156,10 +165,7 @@ class ModelCost:
             self,
             continuations=1,
             shapes={index: shape._replace(batch=number * shape.batch) for index, shape in self.shapes.items()},
-            others=tuple(
-                replace(layer, token_bytes=number * layer.token_bytes, fixed_bytes=number * layer.fixed_bytes)
-                for layer in self.others
-            ),
+            others={index: layer.repeated(number) for index, layer in self.others.items()},
         )
 
     def without_experts(self) -> "ModelCost":
@@ -180,8 +186,8 @@ class ModelCost:
         return max(self.least_working_bytes, int(constant + slope * context))
 
     def held_by_others(self, context: int) -> int:
-        """Bytes held by the layers that keep transformers' own cache."""
-        return sum(layer.held_bytes(context) for layer in self.others)
+        """Bytes held by the other layers in transformers' own cache."""
+        return sum(layer.held_bytes(context) for layer in self.others.values())
 
 
 def model_cost(
@@ -239,7 +245,7 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         chunk=chunk,
         experts=experts,
         shapes=shapes,
-        others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
+        others={index: OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes},
         has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
         least_working_bytes=first.peak_bytes,
         working_bytes_line=(last.peak_bytes - slope * longest, slope),

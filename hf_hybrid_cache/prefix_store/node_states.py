@@ -16,7 +16,7 @@ from ..files.description import DTYPES, SavedLayers, States
 from ..files.filling import Filling, Targets, read_codecs
 from ..files.layers import codec_section, described_layer, layer_section, role_names, rows_section
 from ..files.tensor_file import Section, TensorFile, TensorForm
-from ..layers import HybridLayer, LayerStores
+from ..layers import HybridLayer, LayerStores, stock_form
 from ..scalars import as_count
 from ..storage import GRANULE, OneSequence, SharedPrefix
 from .folder import Match
@@ -75,6 +75,7 @@ def states_since(
         if not _entries(before, index).get("packed"):
             codecs[index] = describe(codec)
             sections.append(codec_section(index, stores))
+    layers = [stock_form(layer) for layer in layers]
     for index, layer in enumerate(layers):
         if not isinstance(layer, HybridLayer) or layer.store is None:
             sections.append(layer_section(index, layer))

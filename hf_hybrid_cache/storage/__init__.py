@@ -27,7 +27,8 @@ from .shared_prefix import AnyStore, OneSequence, SharedPrefix
 from .split_store import SplitStore
 from .stats import CacheStats, Decision
 from .store import Store
-from .token_store import RecentStates
+from .token_store import RecentStates, TokenStore
+from .window_store import WindowStore
 
 __all__ = [
     "GRANULE",
@@ -68,6 +69,8 @@ __all__ = [
     "Streamed",
     "Streams",
     "TokenBuffer",
+    "TokenStore",
+    "WindowStore",
     "available_host_bytes",
     "can_page_lock",
     "give_back_file_pages",

@@ -56,9 +56,11 @@ class Store(TokenStore):
         packed: packed blocks; `None` if the layer is not quantized.
         streamed: the run that grows with the sequence, if it is streamed to the device.
         blocks: the record of tokens in host memory that kernels read; attention makes it and keeps it true.
+        num_hidden: first tokens of `dense` that the first of the tokens which were written last does not see.
     """
 
     blocks: Any = None
+    num_hidden = 0
 
     def __init__(
         self,
@@ -227,6 +229,10 @@ class Store(TokenStore):
             return 0
         room = min(self.dense.num_free, GRANULE - self.dense.num_entries % GRANULE)
         return min(room, self.layout.changes_at - 1 - self.num_tokens)
+
+    def hidden_from_next(self) -> int:
+        """Return the number of first tokens of `dense` that the next token does not see."""
+        return 0
 
     def note_written(self, count: int) -> None:
         """Count more tokens of each sequence, which were written in their places, see `make_place`."""

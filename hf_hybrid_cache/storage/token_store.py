@@ -117,6 +117,11 @@ class TokenStore(ABC):
         return self.settled_after([self.num_tokens])
 
     @property
+    def num_shown(self) -> int:
+        """Number of tokens that the newest ones may attend to, the last ones."""
+        return self.num_tokens
+
+    @property
     def own_tokens(self) -> int:
         """Number of tokens that this process keeps."""
         return self.num_tokens

@@ -22,6 +22,7 @@ from hf_hybrid_cache import (
     quantize_weights,
     set_num_threads,
 )
+from hf_hybrid_cache.cache import WholeSteps
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import UnknownStepError, fuse_decode
 
@@ -59,6 +60,17 @@ def test_fused_steps_give_what_the_own_forward_gives(family: str, cache: str, dt
     assert twins.steps(70) >= 66  # over the ends of two blocks
     assert only_packs(twins.fused)
     assert twins.hold_the_same()
+
+
+@pytest.mark.usefixtures("exact_kernels")
+@pytest.mark.parametrize("window", [5, 64, 65, 100, 128])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_all_steps_over_windows_of_any_size_are_in_one_call(family: str, window: int):
+    twins = Twins(made_at_random(family, sliding_window=window), tolerance=1e-5)
+    twins.forward(random_prompt(2, 100))
+    assert twins.steps(150) == 150
+    assert twins.hold_the_same()
+    assert WholeSteps(twins.ours, range(2)).indices == (0, 1)  # Python attends to none
 
 
 # Copies share a prefix.

@@ -174,10 +174,13 @@ def test_a_codec_without_a_description_is_refused_and_no_file_is_written(path: P
 
 
 def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(path: Path):
-    cache, twins = filled(DynamicHybridCache, 70, model=tiny_model("gemma3")), {1: torch.ones(1), "1": torch.zeros(1)}
+    cache, twins = (
+        filled(DynamicHybridCache, 70, model=tiny_model("qwen3_next")),
+        {1: torch.ones(1), "1": torch.zeros(1)},
+    )
     for window, reason in ((object(), "it holds a object"), (twins, r"two of its tensors are named window\.1")):
         cache.layers[2].window = window
-        with pytest.raises(CacheFileError, match=f"DynamicSlidingWindowLayer has window, .*: {reason}"):
+        with pytest.raises(CacheFileError, match=f"LinearAttentionLayer has window, .*: {reason}"):
             cache.save(path)
     assert not list(path.parent.iterdir())
 

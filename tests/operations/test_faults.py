@@ -234,7 +234,7 @@ UNSEEN = "not all layers of linear attention have seen its tokens"
     ("family", "layer", "at_token", "said", "cannot_go_back"),
     [
         ("llama", 1, 5, "The last layers hold nothing", None),
-        ("gemma3", 1, 145, "drop_unfinished", "DynamicSlidingWindowLayer"),
+        ("gemma3", 1, 145, "drop_unfinished", None),
         ("linear", 0, 5, UNSEEN, None),
         ("linear", 1, 145, UNSEEN, "LinearAttentionLayer"),
     ],
@@ -261,6 +261,7 @@ def test_a_pass_that_ended_half_way_is_noticed_and_forgotten_as_a_whole(
             cache.drop_unfinished()
         cache.reset()
     cache.drop_unfinished()
+    cache.go_back(min(100, cache.get_seq_length()))  # some tokens of the prompt are left to compute
     assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
 
 

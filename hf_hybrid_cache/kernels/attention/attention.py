@@ -72,11 +72,12 @@ ATTEND: dict[np.dtype, Kernel] = {
 def _attend_part(element, part, address):
     """Attend to a part's blocks, in the order of memory: all heads of a block before the next one."""
     call, stored = call_at(address, AttentionCall), stored_at(address)
-    blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks
+    hidden = stored.hidden // BLOCK
+    blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks - hidden
     items = share(part, call.parts - call.quantized_parts, blocks * stored.heads)
     part += call.quantized_parts
     start_part(part, items, address)
-    for item in items:
+    for item in range(items.start + hidden * stored.heads, items.stop + hidden * stored.heads):
         block = item // stored.heads
         start = (block if block < stored.first_quantized else block + stored.quantized_blocks) * BLOCK
         _attend_block(element, part, item, item - block * stored.heads, start, address)
@@ -116,7 +117,7 @@ def _attend_block(element, part, item, head, start, address):
     scores, corrections = scratch.scores + memory, scratch.corrections + memory
     for first in range(0, call.rows_at_once, ROWS):
         row = head * call.rows_at_once + first
-        ranges, is_masked = 0, has_mask(address) or tokens < BLOCK
+        ranges, is_masked = 0, has_mask(address) or tokens < BLOCK or start < stored.hidden
         if call.seen:
             ranges = scratch.ranges + row * 16
             is_seen, is_whole = shows(ranges, start)

@@ -64,6 +64,7 @@ class Stored(NamedTuple):
     first_quantized: int  # blocks in full precision before the quantized ones
     quantized_blocks: int
     num_tokens: int
+    hidden: int  # first tokens that no query sees, and masks have no columns for; none where blocks are quantized
 
 
 class AttentionCall(NamedTuple):
@@ -324,27 +325,28 @@ def mask_tile(head, first, start, ranges, scores, factor, address):
     token that a row sees and the end, or 0. Minus infinity is added, as torch adds a mask, so that a NaN score stays
     NaN.
     """
-    call = call_at(address, AttentionCall)
-    tokens = min(BLOCK, stored_at(address).num_tokens - start)
+    call, stored = call_at(address, AttentionCall), stored_at(address)
+    tokens, hidden = min(BLOCK, stored.num_tokens - start), min(max(stored.hidden - start, 0), BLOCK)
+    column = start - stored.hidden
     for tile_row in range(ROWS):
         sequence, query_head, index = place_of(head, first + tile_row, address)
         numbers = floats_at(scores + tile_row * BLOCK * 4, BLOCK)
-        begin, end = 0, tokens
+        begin, end = hidden, tokens
         if ranges:
             seen = integers_at(ranges + tile_row * 16, 2)
-            begin = min(max(seen[0] - start, 0), tokens)
+            begin = min(max(seen[0] - start, begin), tokens)
             end = min(max(seen[1] - start, begin), tokens)
         for token in range(tokens):
             numbers[token] *= factor
         if call.bias:
             row = call.bias + sequence * call.bias_of_sequence + query_head * call.bias_of_head
-            bias = floats_at(row + index * call.bias_of_token + start * 4, tokens)
+            bias = floats_at(row + index * call.bias_of_token + column * 4, tokens)
             for token in range(begin, end):
                 biased = numbers[token] + bias[token] * _LOG2_E
                 numbers[token] = biased if bias[token] == -np.inf else max(biased, _LOWEST)
         if call.visible:
             row = call.visible + sequence * call.visible_of_sequence + query_head * call.visible_of_head
-            visible = array_at(row + index * call.visible_of_token + start, tokens, np.uint8(0))
+            visible = array_at(row + index * call.visible_of_token + column, tokens, np.uint8(0))
             for token in range(begin, end):
                 if visible[token] == 0:
                     numbers[token] += -np.inf

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..forms.blocks import PackedLayout, value_width
+from ..vector.vector_ir import BLOCK
 from .attention_call import KEYS, STORED_BYTES, Stored
 
 
@@ -50,6 +51,8 @@ class StoredBlocks:
         value_dim: width of a value.
         quantized_blocks: their number.
         num_tokens: number of tokens, at least 1 in a call.
+        num_hidden: the first of them that no query sees.
+        blocks_seen: number of blocks that queries see, quantized or not.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,8 @@ class StoredBlocks:
         self.address: int = self._numbers.ctypes.data
         self.place: object = None
         self.element = np.dtype(np.float32)
-        self.heads = self.key_dim = self.value_dim = self.quantized_blocks = self.num_tokens = 0
+        self.heads = self.key_dim = self.value_dim = self.quantized_blocks = 0
+        self.num_tokens = self.num_hidden = self.blocks_seen = 0
 
     def __deepcopy__(self, memo: dict) -> "StoredBlocks":
         """Return one that is to be written: the copies are elsewhere."""
@@ -98,13 +102,18 @@ class StoredBlocks:
         self._numbers[: KEYS // 8] = Stored(
             keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], packed_keys, packed_values,
             factors, matrix, self.heads, num_kv_heads, self.key_dim, value_width(self.key_dim), value_dim,
-            value_width(value_dim), first, self.quantized_blocks, num_tokens=0,
+            value_width(value_dim), first, self.quantized_blocks, num_tokens=0, hidden=0,
         )  # fmt: skip
         self.place = place
 
-    def count(self, num_tokens: int) -> None:
-        """Say how many tokens there are."""
-        self._numbers[_NUM_TOKENS] = self.num_tokens = num_tokens
+    def count(self, num_tokens: int, hidden: int = 0) -> None:
+        """Say how many tokens there are, and how many first ones the query of the first new token does not see."""
+        self._numbers[_NUM_TOKENS], self._numbers[_HIDDEN] = num_tokens, hidden
+        self.num_hidden, self.num_tokens, self.blocks_seen = (
+            hidden,
+            num_tokens,
+            -(-num_tokens // BLOCK) - hidden // BLOCK,
+        )
 
 
-_NUM_TOKENS = Stored._fields.index("num_tokens")
+_NUM_TOKENS, _HIDDEN = (Stored._fields.index(name) for name in ("num_tokens", "hidden"))

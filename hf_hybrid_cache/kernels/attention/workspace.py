@@ -303,7 +303,7 @@ class Workspace:
         """
         heads, coded = blocks.heads, blocks.quantized_blocks
         in_codes = parts_of(coded, heads) if coded else 0
-        parts = in_codes + parts_of(-(-blocks.num_tokens // BLOCK) - coded, heads)
+        parts = in_codes + parts_of(blocks.blocks_seen - coded, heads)
         as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
         self._calls.ask(
             self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, seen,
