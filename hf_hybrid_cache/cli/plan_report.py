@@ -146,7 +146,7 @@ class Report:
         else:
             remarks.append("No times were measured: --measure does it, on this machine, in some 20 seconds a plan.")
         if not cost.shapes:
-            remarks.append("No layer has full attention over the whole context: these caches change nothing.")
+            remarks.append("No layer has full attention over the whole context: these caches save no memory.")
         return remarks
 
 

@@ -167,14 +167,14 @@ class StepPlan:
             if step.layer not in steps.indices:
                 continue
             blocks = steps.blocks[steps.indices.index(step.layer)]
-            num_shown = blocks.num_tokens - blocks.num_hidden
+            num_shown = blocks.num_tokens - blocks.hidden
             ranges = np.array([0, num_shown])
             if mask is not None:
                 ranges = found[id(mask)] if id(mask) in found else _ranges_of(mask)
                 found[id(mask)] = ranges
                 if mask.shape[-1] != num_shown:
                     raise UnfitStepError(f"a mask is for {mask.shape[-1]:,} tokens, a layer shows {num_shown:,}")
-            self._program.seen[step.mask, : batch * length].reshape(batch, length, 2)[:] = blocks.num_hidden + ranges
+            self._program.seen[step.mask, : batch * length].reshape(batch, length, 2)[:] = blocks.hidden + ranges
 
     def _fitting(self, source: StageValue) -> torch.Tensor:
         """Return what a stage is given, for each row, if it is of the kind that was recorded."""

@@ -221,9 +221,9 @@ def expert_candidates(model: ModelCost, context: int, device_bytes: int) -> list
 
 def cpu_candidates(model: ModelCost) -> list[Candidate]:
     """The caches to choose from with the model on the CPU, the best quality first; quantized weights come last."""
-    names = ("dynamic", "quantized-{}") if model.shapes else ("stock",)
-    found = [Candidate(name, Strategy.CPU) for name in ("stock", *(BITS if model.shapes else ()))]
-    return found + [
+    ours = tuple(BITS) if model.shapes else ("dynamic",) if model.has_windows else ()
+    names = ("dynamic", "quantized-{}")[: len(ours)] or ("stock",)
+    return [Candidate(name, Strategy.CPU) for name in ("stock", *ours)] + [
         Candidate(name.format(bits), Strategy.CPU, bits) for bits in model.quantized_weights for name in names
     ]
 

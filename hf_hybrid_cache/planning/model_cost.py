@@ -185,6 +185,11 @@ class ModelCost:
         constant, slope = self.working_bytes_line
         return max(self.least_working_bytes, int(constant + slope * context))
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a `HybridCache` has layers of its own for windows."""
+        return any(layer.window is not None for layer in self.others.values())
+
     def held_by_others(self, context: int) -> int:
         """Bytes held by the other layers in transformers' own cache."""
         return sum(layer.held_bytes(context) for layer in self.others.values())

@@ -1,6 +1,7 @@
 """Layers with windows: new tokens see the last ones, whatever came before, in memory that is bounded."""
 
 import copy
+import random
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -162,6 +163,17 @@ def test_memory_when_many_windows_have_passed_is_that_after_the_first(window: in
         sizes.append(cache.memory().host_bytes)
     assert sizes[-1] == sizes[window + 150]
     assert sizes[-1] <= (window + max(64, window // 8) + 128) * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("window", [5, 64, 100])
+def test_tokens_of_a_pass_when_taken_back_then_are_as_if_never_there(window: int):
+    history, choose = History(window, cpu_decode=True), random.Random(0)
+    history.add(100, seed=0)
+    for seed in range(40):
+        tokens = 64 if seed % 10 == 9 else choose.randint(1, 16)
+        history.add(tokens, seed)
+        history.crop(choose.randint(0, tokens))
+    history.require_same()
 
 
 @pytest.mark.parametrize("window", [16, 200])

@@ -123,8 +123,8 @@ def test_a_local_folder_is_planned_by_its_config_and_its_name_escaped(tmp_path: 
     assert not {"\x1b", "\x85"} & set(text + printed(*local, "--json"))
 
 
-def test_a_model_that_gains_nothing_is_told(tmp_path: Path):
+def test_a_model_that_gains_no_memory_is_told(tmp_path: Path):
     FAMILIES["mistral_sliding"]().save_pretrained(tmp_path)
     text = printed("--model", str(tmp_path), "--gpu-memory", "24GiB")
-    assert "No layer has full attention over the whole context: these caches change nothing." in in_one_line(text)
+    assert "No layer has full attention over the whole context: these caches save no memory." in in_one_line(text)
     assert "cache = DynamicCache(config=model.config)" in text

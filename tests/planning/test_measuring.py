@@ -75,7 +75,7 @@ def operations_of_the_whole(family: str, candidate: Candidate, clock: Clock, con
         ("gemma3", Candidate("quantized-8", Strategy.CPU), 3),
         ("qwen3_next", Candidate("quantized-4", Strategy.CPU), 1),
         ("deepseek_v3", Candidate("dynamic", Strategy.CPU), 1),
-        ("mistral_sliding", Candidate("stock", Strategy.CPU), 1),
+        ("mistral_sliding", Candidate("dynamic", Strategy.CPU), 1),
     ],
 )
 def test_some_layers_when_operations_count_then_take_what_all_take(

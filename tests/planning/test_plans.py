@@ -114,6 +114,11 @@ def test_only_what_a_gpu_and_a_model_can_do_is_planned(
     assert (recommended(as_they_are).cache == "stock") == (family == "mistral_sliding")
 
 
+def test_windows_alone_when_the_model_is_on_the_cpu_then_are_planned_in_full_precision():
+    model = model_cost(FAMILIES["mistral_sliding"]())
+    assert {plan.cache for plan in make_plans(model, 500, Machine(0, 2**45))} == {"stock", "dynamic"}
+
+
 @pytest.mark.parametrize("cache", ["offloaded", "quantized-4-2"])
 def test_divided_caches_have_as_many_tokens_on_the_gpu_as_fit(llama: ModelCost, cache: str):
     def divided(device_bytes: int) -> list[Candidate]:

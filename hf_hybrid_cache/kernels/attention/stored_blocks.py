@@ -51,8 +51,7 @@ class StoredBlocks:
         value_dim: width of a value.
         quantized_blocks: their number.
         num_tokens: number of tokens, at least 1 in a call.
-        num_hidden: the first of them that no query sees.
-        blocks_seen: number of blocks that queries see, quantized or not.
+        hidden: first tokens that no query sees. Column 0 of a mask is the token after them.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class StoredBlocks:
         self.place: object = None
         self.element = np.dtype(np.float32)
         self.heads = self.key_dim = self.value_dim = self.quantized_blocks = 0
-        self.num_tokens = self.num_hidden = self.blocks_seen = 0
+        self.num_tokens = self.hidden = 0
 
     def __deepcopy__(self, memo: dict) -> "StoredBlocks":
         """Return one that is to be written: the copies are elsewhere."""
@@ -109,11 +108,12 @@ class StoredBlocks:
     def count(self, num_tokens: int, hidden: int = 0) -> None:
         """Say how many tokens there are, and how many first ones the query of the first new token does not see."""
         self._numbers[_NUM_TOKENS], self._numbers[_HIDDEN] = num_tokens, hidden
-        self.num_hidden, self.num_tokens, self.blocks_seen = (
-            hidden,
-            num_tokens,
-            -(-num_tokens // BLOCK) - hidden // BLOCK,
-        )
+        self.num_tokens, self.hidden = num_tokens, hidden
+
+    @property
+    def blocks_seen(self) -> int:
+        """Number of blocks that queries see, quantized or not."""
+        return -(-self.num_tokens // BLOCK) - self.hidden // BLOCK
 
 
 _NUM_TOKENS, _HIDDEN = (Stored._fields.index(name) for name in ("num_tokens", "hidden"))
