@@ -70,11 +70,6 @@ class FusedDecode:
         return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
 
     @property
-    def has_step(self) -> bool:
-        """Whether the last step that was looked at runs in one call."""
-        return any(not isinstance(recognised.step, str) for recognised in self._recognised)
-
-    @property
     def repeats_rows(self) -> bool:
         """
         Whether a token has the same bits whatever tokens come with it in a pass, as the model is now.
@@ -218,7 +213,7 @@ class _OutputHead:
             and all(each.is_cpu and each.dtype == states.dtype for each in (states, weight, bias) if each is not None)
             and (is_bfloat16 or states.dtype == torch.float32)
             and states.shape[-1] == weight.shape[1]
-            and self._fused.has_step
+            and self._fused.fused_steps
             and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
         )
         if not fits:

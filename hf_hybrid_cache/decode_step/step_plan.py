@@ -90,7 +90,7 @@ class StepPlan:
         if self._why_plain and length > 1:
             return self._why_plain
         steps = self._steps
-        if steps is None or not steps.are_of(cache):
+        if steps is None or self.batch != batch or not steps.are_of(cache):
             self._steps, self.batch = None, 0
             steps = WholeSteps(cache, self._layers, self._calls_cache)
             if steps.why_none:
@@ -158,23 +158,19 @@ class StepPlan:
 
     def _write_seen(self, steps: WholeSteps) -> None:
         """Write which tokens of its layer each row sees, as the masks of the stages say."""
-        batch, length = self.batch, self.length
-        found: dict[int, np.ndarray] = {}  # by the masks, of which layers have the same
+        batch, length, blocks = self.batch, self.length, dict(zip(steps.indices, steps.blocks, strict=True))
+        # Stages, by their mask, the number of tokens, and how many first ones it has no columns for.
+        alike: dict[tuple[int, int, int], list[int]] = {}
         for step in self._attends:
             mask = self._masks[step.mask]
-            if mask is None and length > 1:
-                raise UnfitStepError("several tokens come without a mask")
-            if step.layer not in steps.indices:
-                continue
-            blocks = steps.blocks[steps.indices.index(step.layer)]
-            num_shown = blocks.num_tokens - blocks.hidden
-            ranges = np.array([0, num_shown])
-            if mask is not None:
-                ranges = found[id(mask)] if id(mask) in found else _ranges_of(mask)
-                found[id(mask)] = ranges
-                if mask.shape[-1] != num_shown:
-                    raise UnfitStepError(f"a mask is for {mask.shape[-1]:,} tokens, a layer shows {num_shown:,}")
-            self._program.seen[step.mask, : batch * length].reshape(batch, length, 2)[:] = blocks.hidden + ranges
+            if not (isinstance(mask, torch.Tensor) and mask.dim() == 4) and (mask is not None or length > 1):
+                raise UnfitStepError("there is no mask of sequences, queries and tokens")
+            if step.layer in blocks:
+                key = id(mask), blocks[step.layer].num_tokens, blocks[step.layer].hidden
+                alike.setdefault(key, []).append(step.mask)
+        for (_, num_tokens, hidden), stages in alike.items():
+            ranges = hidden + _ranges_of(self._masks[stages[0]], num_tokens - hidden)
+            self._program.seen[stages, : batch * length] = np.broadcast_to(ranges, (batch, length, 2)).reshape(-1, 2)
 
     def _fitting(self, source: StageValue) -> torch.Tensor:
         """Return what a stage is given, for each row, if it is of the kind that was recorded."""
@@ -191,9 +187,11 @@ class StepPlan:
             raise UnfitStepError(f"a layer is given {tuple(value.shape)} of {value.dtype} on {value.device}")
         if array.shape[:1] != (1,):
             value, of_tokens = value[None], [at + 1 for at in of_tokens]
-        at = of_tokens[0] if of_tokens else 1
-        value = value[None] if of_tokens == [0] else value.unsqueeze(1)
-        value = value.transpose(1, at + 1) if of_tokens and at else value
+        if of_tokens == [0]:
+            value = value[None]
+        else:
+            value = value.unsqueeze(1)
+            value = value.transpose(1, of_tokens[0] + 1) if of_tokens else value
         return value.expand(batch, length, *view.shape[1:]).flatten(0, 1)
 
     @torch.inference_mode(False)
@@ -322,14 +320,17 @@ class StepPlan:
         return self._masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
 
 
-def _ranges_of(mask: Any) -> np.ndarray:
+def _ranges_of(mask: torch.Tensor | None, num_tokens: int) -> np.ndarray:
     """The first token that each query sees and the one after the last, `[batch, queries, 2]`; both may be 1 for all."""
-    is_one = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == 1
-    if not is_one or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise UnfitStepError("a mask is not of sequences, queries and tokens")
-    seen = mask if mask.dtype == torch.bool else simplified(mask)
+    if mask is not None:
+        is_mask = mask.dtype == torch.bool or mask.is_floating_point()
+        if not is_mask or mask.shape[1] != 1 or mask.shape[3] != num_tokens:
+            raise UnfitStepError(
+                f"a mask is {tuple(mask.shape)} of {mask.dtype}, of a layer with {num_tokens:,} tokens"
+            )
+    seen = mask if mask is None or mask.dtype == torch.bool else simplified(mask)
     if seen is None:
-        return np.array([0, mask.shape[-1]])
+        return np.array([[[0, num_tokens]]])
     if seen.dtype != torch.bool:
         raise UnfitStepError("a mask adds numbers to the scores, or hides all tokens")
     ranges, are_too_wide = seen_ranges(seen)

@@ -115,7 +115,7 @@ class Layout:
     def cropped(self, num_tokens: int) -> "Layout":
         """Return the layout of the first `num_tokens`; a block that loses tokens is not quantized any more."""
         quantized_blocks = min(self.quantized_blocks, max(0, num_tokens - self._sinks_here) // GRANULE)
-        return replace(self, quantized_blocks=quantized_blocks)
+        return self if quantized_blocks == self.quantized_blocks else replace(self, quantized_blocks=quantized_blocks)
 
     def settled_tokens(self, num_tokens: int) -> int:
         """Return how many of the first tokens, in whole blocks, stay as they are while others follow."""

@@ -13,7 +13,7 @@ from ..attention.workspace import Shape, Strided, WorkingMemory, Workspace, alig
 from ..vector.compiled import Kernel
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
-from ..vector.vector_ir import CACHE_LINE, LANES
+from ..vector.vector_ir import BLOCK, CACHE_LINE, LANES
 from ..weights.products import PANELS, Product, Weights
 from .arithmetic import CODES, NUM_OPERANDS, REDUCTIONS
 from .instructions import (
@@ -125,6 +125,10 @@ class StepProgram:
         self._workspaces: dict[Shape, Workspace] = {}
         self._memories: dict[Shape, WorkingMemory] = {}
         self._attention: list[_Attention] = []
+        self._calls = np.zeros((sum(isinstance(each, Attend) for each in operations), CALL_BYTES // 8), np.int64)
+        # By the number of sequences and of tokens of each: the calls, and the parts of each run of operations.
+        self._taken: dict[tuple[int, int], tuple[np.ndarray, list[list[int]]]] = {}
+        self._taken_from: list[tuple[int, int, int]] = []
         self._codes: list[list[int]] = []  # of the operation on rows that is being written
         self._runs = [_Run()]
         for operation in operations:
@@ -155,7 +159,24 @@ class StepProgram:
             batch: number of sequences.
             length: tokens of each.
         """
-        self._starts[1] = rows = batch * length
+        self._starts[1] = batch * length
+        # Parts follow from the number of blocks; the number of tokens is read from the records.
+        of_layers = [(each.address, each.quantized_blocks, -(-each.num_tokens // BLOCK)) for each in layers]
+        if of_layers != self._taken_from:
+            self._taken, self._taken_from = {}, of_layers
+        if (batch, length) in self._taken:
+            calls, parts = self._taken[batch, length]
+            self._calls[:] = calls
+        else:
+            parts = self._ask(layers, batch, length)
+            self._taken[batch, length] = self._calls.copy(), parts
+        for run, of_run in zip(self._runs, parts, strict=True):
+            if run.whole is not None:
+                run.whole.set_parts(of_run)
+
+    def _ask(self, layers: Sequence[StoredBlocks], batch: int, length: int) -> list[list[int]]:
+        """Write the calls of attention; return the parts of each run of operations."""
+        rows, held = batch * length, [memory.num_bytes for memory in self._memories.values()]
         for each in self._attention:
             attend, blocks = each.attend, layers[each.attend.layer]
             assert blocks.element == each.element, (blocks.element, each.element)
@@ -173,9 +194,9 @@ class StepProgram:
             each.run.parts[each.at : each.at + 3] = in_codes, parts - in_codes, blocks.heads
         for each in self._attention:  # a later call may have needed more memory
             each.call[SCRATCH // 8 :] = self._workspace(each.attend, batch, length).asked[SCRATCH // 8 :]
-        for run in self._runs:
-            if run.whole is not None:
-                run.whole.set_parts([rows if each is None else each for each in run.parts])
+        if held != [memory.num_bytes for memory in self._memories.values()]:
+            self._taken = {}  # calls that were written before work elsewhere
+        return [[rows if each is None else each for each in run.parts] for run in self._runs]
 
     def _workspace(self, attend: Attend, batch: int, length: int) -> Workspace:
         """Attention of so many tokens of some sequences."""
@@ -302,8 +323,8 @@ class StepProgram:
     def _attend(self, attend: Attend) -> None:
         """Add attention, and before it what writes keys and values and takes the queries."""
         assert attend.query.strides[-1] == attend.out.strides[-1] == 1
-        call = np.zeros(CALL_BYTES // 8, np.int64)
-        address, states = self._keep(call), []
+        call = self._calls[len(self._attention)]
+        address, states = int(call.ctypes.data), []
         if attend.keys is not None and attend.values is not None:
             states = [self._array(each, each.strides[::-1], APART) for each in (attend.keys, attend.values)]
         code = Code(TAKE_STATES, len(states), 0, attend.num_kv_heads, 0, 0, 0, address)

@@ -1,0 +1,196 @@
+"""Passes of up to 16 tokens of any sequences in one call: the bits of each token, what it sees, and what is left."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from decode_step.twins import CACHES, FIRST_STEP, MAY_END_FUSING, made, made_at_random
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
+
+from common.modes import generate
+from models.tiny_models import random_prompt
+
+# Sizes that are not those of vectors, and groups of three.
+ODD = {
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_attention_heads": 6,
+    "head_dim": 20,
+    "max_position_embeddings": 2048,
+}
+
+
+def padded(lengths: list[int], more: int = 0) -> torch.Tensor:
+    """The mask of prompts that are padded on the left, with tokens after them."""
+    longest = max(lengths)
+    return torch.tensor([[0] * (longest - each) + [1] * (each + more) for each in lengths])
+
+
+def pass_of(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits of a pass, with positions that count the tokens of each sequence."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    given = {"attention_mask": mask, "position_ids": positions, **cache_argument(cache)}
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens, **given).logits
+    return logits
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths of prompts, up to 64 tokens around the ends of blocks, and the tokens of a pass after them."""
+    batch = draw(st.integers(1, 4))
+    around = draw(st.sampled_from([20, 64, 192]))
+    longest = draw(st.integers(around - 16, around + 4))
+    lengths = draw(st.lists(st.integers(max(1, longest - 70), longest), min_size=batch - 1, max_size=batch - 1))
+    return [longest, *lengths], draw(st.integers(2, 16 // batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bits: int | None):
+    model = made_at_random("Llama", dtype, bits, **ODD)
+    fused = fuse_decode(model)
+    assert fused.repeats_rows
+
+    @settings(max_examples=8)
+    @given(passes(), st.sampled_from(sorted(CACHES)), st.integers(0, 15))
+    def check(shape: tuple[list[int], int], name: str, rejected: int) -> None:
+        lengths, length = shape
+        batch, longest, cache = len(lengths), max(lengths), CACHES[name](model.config)
+        pass_of(model, cache, random_prompt(batch, longest), padded(lengths))
+        alone = [copy.deepcopy(cache) for _ in lengths]
+        rejected = min(rejected, 16 // batch, 63 - longest % 64)
+        if rejected:
+            pass_of(model, cache, random_prompt(batch, rejected, seed=2), padded(lengths, rejected))
+            cache.crop(-rejected)
+        tokens, before = random_prompt(batch, length, seed=1), copy.copy(fused.other_passes)
+        together = pass_of(model, cache, tokens, padded(lengths, length))
+        for row, one in enumerate(alone):
+            one.batch_select_indices(torch.tensor([row]))
+            for index in range(length):
+                mask = padded(lengths, index + 1)[row : row + 1]
+                expected = pass_of(model, one, tokens[row : row + 1, index : index + 1], mask)
+                assert torch.equal(together[row, index], expected[0, 0]), (row, index)
+        assert {*(fused.other_passes - before)} <= {MAY_END_FUSING}, fused
+
+    check()
+
+
+@settings(max_examples=12)
+@given(passes(), st.sampled_from(["sdpa", "eager"]))
+def test_a_pass_of_any_shape_gives_what_the_own_forward_gives_over_dynamic_cache(
+    shape: tuple[list[int], int], attention: str
+):
+    lengths, length = shape
+    own, ours = models_with(attention)
+    fused: FusedDecode = vars(ours.model)["forward"]
+    caches = [DynamicCache(config=own.config), DynamicHybridCache(ours.config)]
+    prompts, tokens = random_prompt(len(lengths), max(lengths)), random_prompt(len(lengths), length, seed=1)
+    before = fused.fused_steps
+    for ids, more in ((prompts, 0), (tokens, length), (tokens[:, :1], length + 1)):
+        expected, result = (
+            pass_of(model, cache, ids, padded(lengths, more)) for model, cache in zip((own, ours), caches, strict=True)
+        )
+        if more:
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    assert fused.fused_steps >= before + 2
+
+
+def models_with(attention: str, made_before: dict[str, Any] = {}) -> Any:  # noqa: B006 (both are kept)
+    if attention not in made_before:
+        own = made_at_random("Llama", **ODD)
+        own.set_attn_implementation(attention)
+        ours = copy.deepcopy(own)
+        fuse_decode(ours)
+        made_before[attention] = own, ours
+    return made_before[attention]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_a_mask_of_any_ranges_gives_what_the_own_forward_gives(data: st.DataObject):
+    own, ours = models_with("sdpa")
+    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 150))
+    caches = [DynamicCache(config=own.config), DynamicHybridCache(ours.config)]
+    prompt, tokens = random_prompt(batch, held), random_prompt(batch, length, seed=1)
+    first = torch.tensor(data.draw(st.lists(st.integers(0, held), min_size=batch * length, max_size=batch * length)))
+    end = held + 1 + torch.arange(length)
+    places = torch.arange(held + length)
+    mask = (places >= first.view(batch, 1, length, 1)) & (places < end[:, None])
+    if data.draw(st.booleans()):
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    results, before = [], vars(ours.model)["forward"].fused_steps
+    with torch.no_grad():
+        for model, cache in zip((own, ours), caches, strict=True):
+            model(prompt, **cache_argument(cache))
+            results.append(model(tokens, attention_mask=mask, **cache_argument(cache)).logits)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert vars(ours.model)["forward"].fused_steps > before
+
+
+def test_generate_with_eight_beams_runs_in_one_call_and_gives_the_own_tokens():
+    own, ours = models_with("sdpa")
+    fused, prompt = vars(ours.model)["forward"], random_prompt(1, 60)
+    before = copy.copy(fused.other_passes)
+    expected = generate(own, prompt, DynamicCache(config=own.config), num_beams=8, max_new_tokens=10)[0]
+    assert torch.equal(
+        generate(ours, prompt, DynamicHybridCache(ours.config), num_beams=8, max_new_tokens=10)[0], expected
+    )
+    assert (fused.other_passes - before) == {FIRST_STEP: 1}
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_drafts_of_transformers_give_the_tokens_of_decoding_one_by_one(bits: int | None):
+    model = made_at_random("Llama", torch.bfloat16, bits)
+    fused, prompt = fuse_decode(model), random_prompt(1, 8).repeat(1, 8)
+    make = DynamicHybridCache if bits is None else lambda config: QuantizedHybridCache(config, bits=bits)
+    expected = generate(model, prompt, make(model.config), max_new_tokens=40)[0]
+    steps = fused.fused_steps
+    options: dict[str, Any] = {"max_new_tokens": 40, "prompt_lookup_num_tokens": 6}
+    drafted = generate(model, prompt, make(model.config), **options)[0]
+    assert torch.equal(drafted, expected)
+    assert set(fused.other_passes) == {FIRST_STEP}
+    assert 0 < fused.fused_steps - steps < steps
+
+
+def test_a_short_turn_of_a_chat_is_read_in_one_call():
+    own, ours = models_with("sdpa")
+    fused, cache = vars(ours.model)["forward"], DynamicHybridCache(ours.config)
+    expected, ids = DynamicCache(config=own.config), random_prompt(1, 120)
+    for seed in range(3):
+        text = generate(ours, ids, cache, max_new_tokens=4)[0]
+        assert torch.equal(text, generate(own, ids, expected, max_new_tokens=4)[0])
+        before = copy.copy(fused.other_passes)
+        ids = torch.cat([text, random_prompt(1, 12, seed)], dim=1)
+    assert fused.other_passes == before
+
+
+def test_a_head_with_a_hook_or_gradients_or_a_forward_of_its_own_is_called_as_it_is():
+    model = made_at_random(**ODD)
+    head, calls = model.lm_head, list[Any]()
+    with fuse_decode(model):
+        states = torch.randn(1, 3, ODD["hidden_size"], requires_grad=True)
+        head(states).sum().backward()
+        assert states.grad is not None
+        handle = head.register_forward_hook(lambda *_: calls.append(1))
+        with torch.no_grad():
+            torch.testing.assert_close(head(states), nn.functional.linear(states, head.weight))
+        handle.remove()
+    assert calls == [1]
+    assert "forward" not in vars(head)
+    head.forward = lambda states: states
+    with fuse_decode(model):
+        assert head(1) == 1
+
+
+def test_a_model_whose_experts_python_calls_says_that_rows_are_not_repeated():
+    assert not fuse_decode(made_at_random("Qwen3Moe")).repeats_rows
+    assert fuse_decode(made()).repeats_rows
