@@ -10,6 +10,7 @@ from .. import __version__
 from .batch import batch
 from .chat import chat
 from .generate import generate
+from .options import ManyDocuments
 from .plan import plan
 from .serve import serve
 from .store import store
@@ -53,5 +54,7 @@ def common(
     """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
 
-for command in (generate, chat, batch, serve, store, plan):
+for command in (generate, chat):
+    app.command(cls=ManyDocuments)(command)
+for command in (batch, serve, store, plan):
     app.command()(command)

@@ -97,7 +97,7 @@ def chat(
         say("ask something; /help lists what else can be typed")
         # Ctrl-C ends only an answer where there is somebody who can end the conversation, too.
         with raising_interrupts() if lines.is_terminal else nullcontext():
-            _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
+            _take_all(ChatCommands(talk, out, notes, loaded.weights_text, lines.drop), lines, say)
 
 
 def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store) -> None:

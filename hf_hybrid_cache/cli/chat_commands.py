@@ -68,10 +68,12 @@ class ChatInput:
     Attributes:
         is_terminal: whether a user types them at a terminal.
         read: reads the text of the next one; raises `EOFError` at the end, and `KeyboardInterrupt` at Ctrl-C.
+        drop: drops what was typed and not read yet; returns whether there was any.
     """
 
     is_terminal: bool
     read: Callable[[], str]
+    drop: Callable[[], bool] = lambda: False
 
     def next_line(self) -> Typed | None:
         """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
@@ -108,7 +110,7 @@ def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
     shown_on = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if not sys.stdin.isatty() or shown_on is None:
         return ChatInput(False, partial(_plain_text, say))
-    return ChatInput(True, _editor(_history_file(say) if keeps_history else None, shown_on))
+    return ChatInput(True, *_editor(_history_file(say) if keeps_history else None, shown_on))
 
 
 def _plain_text(say: Callable[[str], None]) -> str:
@@ -125,13 +127,13 @@ def _plain_text(say: Callable[[str], None]) -> str:
     return text
 
 
-def _editor(history: Path | None, shown_on: TextIO) -> Callable[[], str]:
-    """Make what reads lines from an editor at a terminal, with a history in a file that exists, or none for `None`."""
+def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], Callable[[], bool]]:
+    """Make `read` and `drop` of an editor at a terminal, with a history in a file that exists, or none for `None`."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
-        from prompt_toolkit.input.typeahead import clear_typeahead
+        from prompt_toolkit.input.typeahead import get_typeahead
         from prompt_toolkit.output import create_output
     except ModuleNotFoundError as error:
         raise UsageError(f'chat at a terminal needs {error.name}: pip install "hf_hybrid_cache[demo]"') from error
@@ -145,17 +147,28 @@ def _editor(history: Path | None, shown_on: TextIO) -> Callable[[], str]:
         output=create_output(shown_on),
     )
 
-    def read() -> str:
-        # What was typed while an answer came is dropped, so that it is not asked by mistake.
-        clear_typeahead(session.app.input)
-        with contextlib.suppress(ModuleNotFoundError):  # not a POSIX system
-            import termios
+    def drop() -> bool:
+        return bool(get_typeahead(session.app.input)) | _drop_typed()
 
-            with contextlib.suppress(termios.error):  # the terminal is gone
-                termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        return session.prompt()
+    return session.prompt, drop
 
-    return read
+
+def _drop_typed() -> bool:
+    """Drop what the terminal has of standard input, also of a line that is not ended; return whether there was any."""
+    try:
+        import fcntl
+        import termios
+    except ModuleNotFoundError:  # not a POSIX system
+        return False
+    count = bytearray(4)
+    with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+        before = termios.tcgetattr(sys.stdin)
+        # Only so the terminal counts what is not ended.
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ICANON, *before[4:]])
+        fcntl.ioctl(sys.stdin, termios.FIONREAD, count)
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+    return any(count)
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:
@@ -178,10 +191,12 @@ class ChatCommands:
         out: receives answers.
         notes: receives remarks.
         weights_text: describes the model's weights; `None` where none are quantized.
+        drop: see `ChatInput`; what is typed during an answer is not asked by mistake.
     """
 
-    def __init__(self, chat: "Chat", out: Console, notes: Console, weights_text: str | None):
+    def __init__(self, chat: "Chat", out: Console, notes: Console, weights_text: str | None, drop: Callable[[], bool]):
         self._chat, self._out, self._notes, self._weights_text = chat, out, notes, weights_text
+        self._drop = drop
         self._has_warned = False
         self._commands: dict[str, Callable[[str], object]] = {
             "/stats": lambda _: self._tell(),
@@ -236,6 +251,8 @@ class ChatCommands:
             self._remark(error_text)
         else:
             self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
+        if self._drop():
+            self._remark("what was typed during the answer is dropped")
         return len(chat.turns) > before
 
     def _remark_end(self, reason: str) -> None:

@@ -1,13 +1,15 @@
 """`hf-hybrid-cache generate`: one answer of a model, alone or about documents."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
-from ..documents import Documents, read_documents, read_text, require_documents
+from ..documents import Documents, piped_documents, read_documents, read_text, require_documents
 from .console import UsageError, consoles, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -23,6 +25,7 @@ from .options import (
     Prompt,
     Quiet,
     Store,
+    check_exclusions,
     given_text,
     option,
     with_options,
@@ -42,10 +45,16 @@ def generate(
     cache: Cache,
     model: Model,
     answer: AnswerOptions,
-    document: DocumentOption = None,
-    question: Annotated[
-        str | None, option(DOCUMENT, "Question to the model. Without one --store only reads and keeps the documents.")
+    asked: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="QUESTION",
+            help="Question to the model. Without one --store only reads and keeps the documents.",
+            show_default=False,
+        ),
     ] = None,
+    document: DocumentOption = None,
+    question: Annotated[str | None, option(DOCUMENT, "The question, in another place.", "--question", "-q")] = None,
     prompt_file: Annotated[
         Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
     ] = None,
@@ -70,15 +79,20 @@ def generate(
             cache.require_ours("--store")
         elif explain:
             raise UsageError("--explain is about a prefix store: name its folder with --store, or drop it.")
-        question = None if question is None else given_text("--question", question)
+        question = _one_question(asked, question, document, prompt_file)
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
-        if question is None and prompt_file is None and (document or not compare):
-            _require_keeping(bool(document), store.folder is not None, as_json)
         require_documents(document or ())
+        documents = None
+        if document:
+            documents = read_documents(document, partial(note, notes))
+        elif prompt_file is None and not compare:
+            documents = piped_documents(partial(note, notes))
+        if question is None and prompt_file is None and (documents is not None or not compare):
+            _require_keeping(documents is not None, store.folder is not None, as_json)
         task = Task(
-            read_documents(document, partial(note, notes)) if document else None,
+            documents,
             question,
             None if prompt_file is None else read_text(prompt_file),
             prompt,
@@ -124,10 +138,24 @@ def generate(
         note(notes, summary(took, loaded.weights_text))
 
 
+def _one_question(
+    asked: str | None, question: str | None, documents: Sequence[str] | None, prompt_file: Path | None
+) -> str | None:
+    """The question, which may be an argument or an option; raises `UsageError` where it is both, or a lost file."""
+    if asked is None:
+        return None if question is None else given_text("--question", question)
+    check_exclusions({"--question", *["--prompt-file"] * (prompt_file is not None)})
+    if question is not None:
+        raise UsageError(f"{asked!r} is no document that is here, and --question asks already: drop one of them.")
+    if documents and re.fullmatch(r"\S+\.\w+", asked):
+        raise UsageError(f"There is no file {asked}. If that is the question: --question {asked}")
+    return given_text("The question", asked)
+
+
 def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
     """Raise `UsageError` unless documents are to be kept, where nothing is asked."""
     if not has_document or not keeps:
-        raise UsageError('Ask something, such as --question "Who signed it?"; --store keeps a document without.')
+        raise UsageError('Ask something, such as "Who signed it?"; --store keeps a document without.')
     if as_json:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from ..chat.settings import DEFAULT_BITS
+from ..documents import is_on_the_web
 from ..scalars import parse_bytes
 from .console import UsageError, fail
 
@@ -42,9 +44,10 @@ DocumentOption = Annotated[
     list[str] | None,
     option(
         DOCUMENT,
-        "Text, PDF, docx or HTML to ask about, a folder of them, or - for standard input; may be repeated. What "
-        "does not fit is cut off and said. Default: none, the model is asked alone.",
-        metavar="FILE|FOLDER|-",
+        "Text, PDF, docx or HTML to ask about, a folder of them, an address (https), or - for standard input; several "
+        "may follow, and it may be repeated. What does not fit is cut off and said. Default: what is piped into "
+        "generate, or none: the model is asked alone.",
+        metavar="FILE|FOLDER|URL|-",
     ),
 ]
 AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
@@ -265,6 +268,21 @@ class Store:
         from ..prefix_store import PrefixStore
 
         return PrefixStore(self.folder, max_bytes=self.store_max)
+
+
+class ManyDocuments(TyperCommand):
+    """A command whose `--document` takes each file, folder and address that follows it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments, with `--document` before each document."""
+        named: list[str] = []
+        follows = False  # a document, that is, or a value of the option
+        for index, given in enumerate(args):
+            is_value = index > 0 and args[index - 1] == "--document"
+            is_next = follows and not is_value and (given == "-" or os.path.exists(given) or is_on_the_web(given))
+            named += ["--document", given] if is_next else [given]
+            follows = is_value or is_next or given.startswith("--document=")
+        return super().parse_args(ctx, named)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.console import without_controls
 
 from .commands import SHORT, error_of, run, without_heavy
-from .terminals import CTRL_C, CTRL_D, PROMPT, Terminal
+from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, Terminal
 from common.soak import search_at_random
 from models.byte_tokenizer import model_in
 from models.word_tokenizer import word_tokenizer
@@ -188,7 +188,9 @@ def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
         terminal.enter("7")
         terminal.wait_for("'7' names none of 2")
         terminal.enter("2")
+        terminal.type("/stats" + ENTER)  # while the model is loaded
         terminal.wait_for("last question: w3")
+        terminal.wait_for("tokens are taken")
         for _ in range(2):
             terminal.wait_for(PROMPT)
             terminal.type(CTRL_C)

@@ -118,6 +118,32 @@ def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tm
     assert said in result.stderr.splitlines()
 
 
+# Where documents come from
+
+
+def test_what_is_piped_is_the_document_unless_one_is_named(model: Path, report: Path, folder: Path):
+    named = answered(model, "--document", report, "Who?")
+    piped = answered(model, "Who?", typed=TEXT)
+    assert [each["tokens"] for each in piped["documents"]] == [len(TEXT)]
+    assert piped["answer"] == answered(model, "-q", "Who?", "--document", "-", typed=TEXT)["answer"] == named["answer"]
+    assert answered(model, "Who?", "--document", report, typed="Never read.")["documents"] == named["documents"]
+    assert answered(model, "Who?", typed="\n")["documents"] == []
+    kept = generate(model, "--store", folder, typed=TEXT).stderr
+    assert "the document is standard input, as no --document names another\n" in kept
+    (stored,) = PrefixStore(folder).prompts()
+    assert (stored.title, len(stored.token_ids) >= len(TEXT)) == ("standard input", True)
+    run("generate", "--compare", "--json", *SHORT, "--model", model, "--context", 9, "--max-new-tokens", 1, typed=TEXT)
+
+
+def test_an_option_takes_all_documents_that_follow_it(model: Path, report: Path):
+    (report.parent / "more").mkdir()
+    (report.parent / "more" / "b.txt").write_text("Ada")
+    for given in (["--document", report, report.parent / "more"], [f"--document={report}", report.parent / "more"]):
+        found = answered(model, *given, "--context", 9, "Who?")
+        assert [each["name"] for each in found["documents"]] == [str(report), str(report.parent / "more" / "b.txt")]
+        assert found["prompt_tokens"] == answered(model, *given, "--context", 9, "-q", "Who?")["prompt_tokens"]
+
+
 # Documents that do not fit
 
 
