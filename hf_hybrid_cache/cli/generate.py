@@ -115,21 +115,22 @@ def generate(
             compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
             return
         chat = task.chat(loaded, notes, **cache.arguments, store=prefix_store, details=form)
+        explaining = consoles()[1]  # what is asked for is said, also where remarks are quiet
         text_out = Console(quiet=True) if as_json else out
         say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
-            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, notes)
+            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)
         if prefix_store is not None and question is None and prompt_file is None:
-            note(
-                notes, f"{len(chat.token_ids):,} tokens are read and kept in {prefix_store.path} in {chat.read():.2f} s"
-            )
+            seconds = chat.read()
+            num_read = len(chat.token_ids) - (chat.reuse.num_tokens if chat.reuse else 0)
+            note(notes, f"{num_read:,} tokens are read and kept in {prefix_store.path} in {seconds:.2f} s")
             return
         for text in pieces:
             write(text_out, text)
         write(text_out, "\n")
         if explain and chat.reuse is not None:
-            note(notes, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
+            note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)
         if as_json:
             print_json(out, took)
@@ -189,9 +190,9 @@ def _say_why_no_more(
     from ..cache import HybridCache
     from ..chat import ChatTemplate
 
-    token_ids = chat.token_ids
+    token_ids, document_tokens = chat.token_ids, len(chat.token_ids)
     if whole_prompt is not None:
-        token_ids, _ = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)
+        token_ids, document_tokens = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)[0], 0
     if len(token_ids) > 1 and isinstance(chat.cache, HybridCache):
-        for line in store.why(loaded.model, token_ids, chat.cache).splitlines()[1:]:
+        for line in store.why(loaded.model, token_ids, chat.cache, document_tokens).splitlines()[1:]:
             note(notes, line)

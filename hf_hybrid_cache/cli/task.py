@@ -80,7 +80,7 @@ def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> No
     document, documents = chat.document, chat.documents
     if documents is None:
         return
-    note(notes, f"{documents.counted}: read {document.counts} tokens")
+    note(notes, f"{documents.counted}: {document.counts} tokens")
     write_notice(document, why, out)
 
 
@@ -115,6 +115,7 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
         **answer_fields(answer),
         "document_tokens": document.tokens,
         "read_tokens": document.read_tokens,
+        "stored_tokens": 0 if chat.reuse is None else chat.reuse.num_tokens,
         "first_token_seconds": round(answer.first_token_seconds, 3),
         "tokens_per_second": None if rate is None else round(rate, 2),
         "kv_device_bytes": device_bytes,

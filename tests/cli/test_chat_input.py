@@ -62,7 +62,7 @@ def test_piped_lines_are_questions_and_commands(monkeypatch: pytest.MonkeyPatch)
     assert said == ['""" began a text that nothing ended: it is not asked.']
 
 
-def test_ctrl_c_clears_a_line_early_keys_are_kept_unless_dropped_and_ctrl_d_ends(tmp_path: Path):
+def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path):
     (tmp_path / "chat_history").mkdir()
     with program(tmp_path) as terminal:
         terminal.wait_for("said What is typed is not kept for the next time: ")

@@ -20,7 +20,7 @@ from models.word_tokenizer import word_tokenizer
 TEXT = "Nobody said a word. " * 80 + "It was signed by Ada in London."
 FIELDS = (
     "model cache bits weights documents left_out answer finish_reason prompt_tokens answer_tokens document_tokens "
-    "read_tokens first_token_seconds tokens_per_second kv_device_bytes kv_host_bytes"
+    "read_tokens stored_tokens first_token_seconds tokens_per_second kv_device_bytes kv_host_bytes"
 )
 
 
@@ -106,7 +106,7 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert found["kv_device_bytes"] == 0 < found["kv_host_bytes"]
     said = generate(model, "--document", "-", "--question", "Who?", "--weights", 8, typed=TEXT).stderr
     assert "model: float32 on cpu\n" in said
-    assert "\ndocument: read 1,631 of 1,631 tokens\nended at --max-new-tokens 9, which may be raised\n" in said
+    assert "\ndocument: 1,631 of 1,631 tokens\nended at --max-new-tokens 9, which may be raised\n" in said
     assert re.search(r"MiB on the host; weights [\d.]+ MiB in 8 bits\n$", said)
 
 
@@ -204,7 +204,16 @@ def test_a_document_in_another_form_is_said_and_explained_if_asked(model: Path, 
     explained = "\n".join(remarks(model, *asked, "--explain"))
     assert re.search(r"the first difference at token 1,\d+: '\?' instead of '[.!]'$", explained, re.MULTILINE)
     report.write_text(TEXT)
-    assert "stored and not used: codecs" in "\n".join(remarks(model, *asked, "--bits", "2", "--explain"))
+    not_used = f"{len(stored.token_ids):,} tokens are stored and not used: codecs: "
+    explained = "\n".join(remarks(model, *asked, "--bits", "2", "--explain", "--quiet"))
+    assert f"{not_used}8 bits there, 2 bits here" in explained
+    assert f"{not_used}full precision there, 2 bits here" in explained
+    taken = answered(model, *asked, "--bits", "2")
+    assert taken["stored_tokens"] == len(stored.token_ids)
+    full_hit = f"{len(stored.token_ids):,} of {len(stored.token_ids):,} tokens from {folder}"
+    assert remarks(model, *asked, "--bits", "2", "--explain", "--quiet") == [full_hit]
+    again = generate(model, *asked[:2], "--store", folder, "--bits", "2").stderr
+    assert f"\n0 tokens are read and kept in {folder} in " in again
 
 
 # Experts in host memory
