@@ -56,8 +56,8 @@ class Chat:
         documents: names of files and folders, or what `read_documents` returned.
         system: system message; `None` for that of the chat template.
         context: tokens of the documents that are read at most; `None` for what leaves room to talk.
-        leave: tokens that documents leave to questions and answers; `None` for 2,048, or a quarter of a short context,
-            and an answer.
+        leave: tokens that documents leave to questions and answers at least; `None` for 256 and an answer, of which
+            512 count, or less in a short context.
         cache: "dynamic", "offloaded", "quantized", or "stock" for transformers' own; or an empty cache. `None` is
             "quantized" with `bits`, else "dynamic".
         bits: of keys and values in a quantized cache, 8, 4 or 2; `None` for 4.
@@ -74,6 +74,7 @@ class Chat:
         turns: the questions that were asked, and their answers.
         token_ids: the tokens of the documents, questions and answers; the cache may lack the last ones.
         document: the tokens of the documents, and how many of each are read.
+        is_cut_as_asked: whether `context` limits what is read of them, and not the model's context.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
         settings: of the next answers; replace it to change them.
@@ -128,6 +129,7 @@ class Chat:
             given = cache_maker(name, model, bits, cpu_decode)
             self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
         self._held = TrackedCache(model, given, progress)
+        self.is_cut_as_asked = False
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
         self.document = self._fitting(self.documents, context, leave)
         self._has_document = self.documents is not None
@@ -380,9 +382,9 @@ class Chat:
         if documents is None:
             return DocumentPrompt(self._template.start())
         most = room_for_documents(self.context, leave, self.settings.max_new_tokens)
-        if context is not None:
-            most = min(most, context + len(self._template.start()))
-        return self._template.document(documents, most)
+        asked = most if context is None else context + len(self._template.start())
+        self.is_cut_as_asked = asked < most
+        return self._template.document(documents, min(asked, most))
 
     def _prompt(self, turns: Sequence[Turn], question: str) -> list[int]:
         """Return the tokens of a question after turns, with the documents before them."""

@@ -89,6 +89,8 @@ def generate(
             documents = read_documents(document, partial(note, notes))
         elif prompt_file is None and not compare:
             documents = piped_documents(partial(note, notes))
+        if prompt.context is not None and documents is None and not compare:
+            raise UsageError(f"--context {prompt.context} is of documents: name one with --document, or drop it.")
         if question is None and prompt_file is None and (documents is not None or not compare):
             _require_keeping(documents is not None, store.folder is not None, as_json)
         task = Task(
@@ -136,6 +138,8 @@ def generate(
             print_json(out, took)
         elif took["finish_reason"] == "length":
             note(notes, f"ended at --max-new-tokens {task.settings.max_new_tokens:,}, which may be raised")
+        elif took["finish_reason"] == "context":
+            note(notes, f"ended at the model's context of {chat.context:,} tokens: --context reads less of a document")
         note(notes, summary(took, loaded.weights_text))
 
 

@@ -48,7 +48,7 @@ def test_a_prompt_is_compared_as_it_is_and_without_a_document_a_sample(model: Pa
     assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
     result = compared("--model", model, "--context", "150")
     assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
-    assert "document: read 150 of about " in result.stderr
+    assert "document: 150 of about " in result.stderr
 
 
 def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatch: pytest.MonkeyPatch):

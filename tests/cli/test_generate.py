@@ -152,11 +152,17 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     said = generate(small, *asked, "--context", "150").stdout
     begin, end = "[Only the first 150 of the document's 1,631 tokens were read (--context 150). ", "1,481.]\n\n"
     assert said.startswith(f"{begin}The answer knows nothing of the last {end}")
-    assert "tokens were read (the model's context is 512). The" in generate(small, *asked).stdout
+    said = generate(small, *asked, "--max-new-tokens", 490)
+    found = re.search(r"tokens were read \(the model's context is 512, of which (\d+) are left to ask", said.stdout)
+    assert found is not None
+    assert 128 <= int(found[1]) < 160  # a quarter of the context, and the question
+    assert "\nended at the model's context of 512 tokens: --context reads less of a document\n" in said.stderr
+    assert "the model's context is 512" in generate(small, *asked, "--context", 500).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
     given = ["generate", "--model", small, "--device", "cpu"]
     assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
-    assert "3 tokens are left for the document" in error_of(*given, *asked, "--max-new-tokens", "490")
+    assert "tokens are left for the document, and the" in error_of(*given, *asked, "--system", "Be brief. " * 37)
+    assert "--context 9 is of documents: name one" in error_of("generate", "--question", "Who?", "--context", 9)
 
 
 def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
