@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
@@ -63,7 +64,7 @@ def chat(
         lines = chat_input(not no_history, say)
         stored = None
         if resume and store.folder is not None:
-            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), say)
+            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), notes)
             if stored is None:
                 return
             model, cache = _as_stored(stored, model, cache, command_line)
@@ -110,7 +111,7 @@ def _check(conversation: str | None, documents: Sequence[str] | None, resume: bo
         raise UsageError("--resume goes on with a conversation of a prefix store: name its folder with --store.")
 
 
-def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "StoredPrompt | None":
+def _chosen(folder: Path, which: str | None, lines: ChatInput, notes: Console) -> "StoredPrompt | None":
     """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
     from .store import chosen, existing_store, numbered, table_of
 
@@ -120,7 +121,7 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
             raise UsageError(f"{which!r} is a prompt, and no conversation: ask about its document with --document.")
         return stored
 
-    listed = numbered(existing_store(folder))
+    say, listed = partial(note, notes), numbered(existing_store(folder))
     talks = [each for each in listed if each.stored.is_conversation]
     if which is not None:
         return named(which)
@@ -128,7 +129,7 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
         raise UsageError(f"{folder} has no conversation: begin one without --resume.")
     if len(talks) == 1 or not lines.is_terminal:
         return talks[0].stored
-    say(table_of(talks))
+    say(table_of(talks, notes))
     say("which one? its number, or Enter for the one used last")
     while (typed := lines.next_line()) is not None:
         try:

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..chat.settings import AnswerSettings, SettingError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
-from .console import UsageError, note, out_of_memory, write
+from .console import UsageError, end_line, note, out_of_memory, write
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -26,16 +26,19 @@ _SHOWN_CHARACTERS = 300
 _WARN_BELOW_TOKENS = 512
 _WAYS_OUT = " /undo takes back the last question, /forget all of them."
 _SETTINGS = {field.name: field for field in fields(AnswerSettings)}
-_HELP = f"""\
-/stats             tokens, memory, and the speed of the last answer
-/retry             ask the last question again
-/undo              take back the last question and its answer
-/forget            go back to the document alone
-/system TEXT       set the system message; the document is read again
-/set NAME VALUE    for the next answers: {", ".join(_SETTINGS)}; without VALUE the default
-/help              this list
-/quit              end, as /bye, exit, quit and Ctrl-D do
-{_QUOTES}                begins and ends a question of several lines, or one that looks like a command"""
+# What can be typed beside questions, and what it does.
+COMMANDS = {
+    "/stats": "tokens, memory, and the speed of the last answer",
+    "/retry": "ask the last question again",
+    "/undo": "take back the last question and its answer",
+    "/forget": "go back to the document alone",
+    "/system TEXT": "set the system message; the document is read again",
+    "/set NAME VALUE": f"for the next answers: {', '.join(_SETTINGS)}; without VALUE the default",
+    "/help": "this list",
+    "/quit": "end, as /bye, exit, quit and Ctrl-D do",
+    _QUOTES: "begins and ends a question of several lines, or one that looks like a command",
+}
+_HELP = "\n".join(f"{typed:<17}  {what}" for typed, what in COMMANDS.items())
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,12 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
     """Make `read` and `drop` of an editor at a terminal, with a history in a file that exists, or none for `None`."""
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.input.typeahead import get_typeahead
         from prompt_toolkit.output import create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
     except ModuleNotFoundError as error:
         raise UsageError(f'chat at a terminal needs {error.name}: pip install "hf_hybrid_cache[demo]"') from error
     session: PromptSession[str] = PromptSession(
@@ -144,6 +149,9 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
         history=InMemoryHistory() if history is None else FileHistory(history),
         enable_suspend=True,
         reserve_space_for_menu=0,
+        completer=WordCompleter([typed.partition(" ")[0] for typed in COMMANDS if typed != _QUOTES], sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
         output=create_output(shown_on),
     )
 
@@ -246,7 +254,7 @@ class ChatCommands:
             is_ended = True
         except (MemoryError, RuntimeError) as error:
             error_text = f"{out_of_memory(error)}\nThe question is taken back.{_WAYS_OUT if chat.turns else ''}"
-        write(self._out, "\n")
+        end_line(self._out)
         if error_text:
             self._remark(error_text)
         else:
@@ -340,7 +348,8 @@ class ChatCommands:
             self._remark(str(error))
             return
         shown = vars(self._chat.settings).items()
-        self._remark(", ".join(f"{name} {value}" for name, value in shown if value not in (None, ())))
+        texts = ((name, " or ".join(map(repr, value)) if name == "stop" else value) for name, value in shown)
+        self._remark(", ".join(f"{name} {text}" for name, text in texts if text not in (None, "")))
 
 
 def _parsed(name: str, value: str) -> Any:

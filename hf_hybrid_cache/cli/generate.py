@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from ..documents import Documents, piped_documents, read_documents, read_text, require_documents
-from .console import UsageError, consoles, exit_codes, note, print_json, write
+from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
     COMPARED_TOKENS,
@@ -63,7 +63,12 @@ def generate(
     ] = False,
     compare: Annotated[
         bool,
-        option(CACHE, "Answer with every cache; by default a question about Python's language reference.", "--compare"),
+        option(
+            CACHE,
+            "Answer with every cache; by default a question about Python's language reference. An answer has "
+            f"{COMPARED_TOKENS} tokens if --max-new-tokens says no other number.",
+            "--compare",
+        ),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -130,7 +135,7 @@ def generate(
             return
         for text in pieces:
             write(text_out, text)
-        write(text_out, "\n")
+        end_line(text_out)
         if explain and chat.reuse is not None:
             note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)

@@ -203,7 +203,7 @@ class AnswerOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}, with --compare {COMPARED_TOKENS}."),
+        option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}."),
     ] = None
     temperature: Annotated[float, option(ANSWER, "Of sampling; 0 takes the likeliest token each time.")] = 0.0
     top_p: Annotated[
@@ -217,7 +217,8 @@ class AnswerOptions:
         int | None, option(ANSWER, "Seed of sampling: the same one gives the same answer. Default: none.")
     ] = None
     stop: Annotated[
-        list[str] | None, option(ANSWER, "End the answer before this text; may be repeated. Default: none.")
+        list[str] | None,
+        option(ANSWER, "End the answer before this text; may be repeated. Default: none.", metavar="TEXT"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """The text of `hf-hybrid-cache plan`: the answer first, then the code, then the table of all plans."""
 
 import shlex
+import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -175,7 +176,7 @@ def _memory(plan: Plan) -> str:
 
 def _table(plans: list[Plan], bits_as_is: int) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("cache")
+    table.add_column("cache", overflow="fold")
     table.add_column("")
     are_measured = any(plan.measured for plan in plans)
     times = ("first\ntoken", "tokens/s") if are_measured else ()
@@ -199,7 +200,8 @@ def _table(plans: list[Plan], bits_as_is: int) -> Table:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
+    width = min(80, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _gibibytes(num_bytes: int) -> str:

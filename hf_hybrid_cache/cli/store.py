@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 from .console import UsageError, consoles, exit_codes, note, print_json, without_controls, write
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _SHORT_ID, _SHORTEST_ID = 8, 4
 _HEADINGS = ("", "id", "kind", "model", "weights", "cache", "tokens", "MiB", "last use", "title")
 _NUMBERS = ("", "tokens", "MiB")
+# Columns that go first where a terminal has no room for all and the beginning of a title.
+_LESS_WANTED, _LEAST_TITLE = ("MiB", "weights", "kind", "last use", "model", "tokens", "cache"), 24
 
 
 @dataclass(frozen=True)
@@ -109,17 +112,27 @@ def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
     raise UsageError(f"{which!r} names {count} of {len(listed):,}: give a number of the list, or more digits of an id.")
 
 
-def table_of(listed: Iterable[Numbered]) -> str:
-    """A table with a line for each; a column that is empty for all is left out."""
-    columns = zip(_HEADINGS, *(each.row for each in listed), strict=True)
-    padded = []
-    for heading, *texts in columns:
-        width = max(map(len, (heading, *texts)))
-        if any(texts):
-            padded.append(
-                [text.rjust(width) if heading in _NUMBERS else text.ljust(width) for text in (heading, *texts)]
-            )
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+def table_of(listed: Iterable[Numbered], console: Console) -> str:
+    """A table with a line for each, as wide as a terminal; what is empty for all, or has no room there, is left out."""
+    columns = {heading: texts for heading, *texts in zip(_HEADINGS, *(each.row for each in listed), strict=True)}
+    columns = {heading: texts for heading, texts in columns.items() if any(texts)}
+    widths = {heading: max(map(cell_len, (heading, *texts))) for heading, texts in columns.items()}
+    if console.is_terminal:
+        for heading in _LESS_WANTED:
+            if sum(widths.values()) - widths["title"] + 2 * len(widths) + _LEAST_TITLE > console.width:
+                widths.pop(heading, None)
+        room = console.width - sum(width + 2 for heading, width in widths.items() if heading != "title")
+        widths["title"] = max(min(widths["title"], room), 1)
+    lines = [*zip(*([heading, *columns[heading]] for heading in widths), strict=True)]
+    return "\n".join("  ".join(map(_cell, line, widths, widths.values())).rstrip() for line in lines)
+
+
+def _cell(text: str, heading: str, width: int) -> str:
+    """A text in a column of a table, cut to its width."""
+    if cell_len(text) > width:
+        text = f"{set_cell_size(text, width - 1)}…"
+    padding = " " * (width - cell_len(text))
+    return padding + text if heading in _NUMBERS else text + padding
 
 
 @with_options
@@ -161,7 +174,7 @@ def store(
             for each in listed:
                 print_json(out, each.fields)
         elif listed and not verify:
-            write(out, f"{table_of(listed)}\n")
+            write(out, f"{table_of(listed, out)}\n")
         elif not verify:
             note(notes, f"{prompts.path} keeps nothing")
 

@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat
+from hf_hybrid_cache.cli.chat_commands import COMMANDS
 from hf_hybrid_cache.cli.console import without_controls
 
 from .commands import SHORT, error_of, run, without_heavy
@@ -88,8 +89,15 @@ def test_any_conversation_prints_the_answers_of_the_engine(lines: list[str], end
     assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
 
 
+def test_the_page_lists_what_can_be_typed_and_set():
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    rows = page.partition("| typed |")[2].partition("\n\n")[0]
+    names = [*COMMANDS, *(field.name for field in fields(AnswerSettings))]
+    assert [name for name in names if f"`{name}`" not in rows] == []
+
+
 def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
-    quoted, of_settings = '"""\n/quit\nnow\n"""', ("/set temperature 0.5", "/set temperature", "/set")
+    quoted, of_settings = '"""\n/quit\nnow\n"""', ("/set temperature 0.5", "/set temperature", "/set stop END")
     talk = converse(model, [], "/retry", "Who?", "/retry", quoted, "/undo", "/undo", "/undo", "/forget", *of_settings)
     assert "taken back: /quit\nnow" in talk.stderr
     assert talk.stderr.count("taken back: Who?") == 1
@@ -97,7 +105,7 @@ def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
     assert "ended at --max-new-tokens 5: /set max_new_tokens 10 allows more" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
+    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0, stop 'END'\n")
     source = ["--document", report, "--bits", "8", "--system", "Be brief.", "--stop", "e"]
     asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
     assert run(*asked, *source).stdout == converse(model, source, "Who?").stdout

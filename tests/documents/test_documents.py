@@ -138,6 +138,7 @@ def texts(tmp_path: Path) -> Path:
             "Über 5 €\nb",
             "not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8",
         ),
+        ("a.pdf", b"Signed.", "Signed.", "not a PDF, in spite of its name, so read as text"),
         ("a.txt", b"\x1b[31mred", "\x1b[31mred", None),
         ("a.txt", '<?xml version="1.0"?>\n<!doctype html><p>café'.encode("utf-16"), "café", None),
         ("a.pdf", WITH_A_FILE, SIGNED, "left out of it: files inside it, 1. Save them"),
