@@ -60,6 +60,10 @@ def batch(
             metavar="NUMBER|auto",
         ),
     ] = "1",
+    again: Annotated[
+        bool,
+        option(ANSWER, "Ask again what was answered with other options. Default: that is an error.", "--again"),
+    ] = False,
     shard: Annotated[
         str | None,
         option(
@@ -88,7 +92,8 @@ def batch(
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        answers = Answers(path, asked, _kept_settings(prompt, cache, model, answer), folder, partial(note, notes))
+        settings = _kept_settings(prompt, cache, model, answer)
+        answers = Answers(path, asked, settings, folder, partial(note, notes), again)
         with answers.alone():
             left, loaded = answers.left(model.name), None
             missing, groups = _without_missing(by_document(left.questions), folder)
@@ -104,7 +109,7 @@ def batch(
                 note(notes, f"{others}; they stay in {out}")
             if left.num_changed:
                 changed = f"{left.num_changed:,} of {len(asked):,} questions"
-                note(notes, f"{changed} are asked again, because a document or the model has changed since")
+                note(notes, f"{changed} are asked again, because a document, the model or an option has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
             failed: list[tuple[Question, str]] = []
