@@ -2,6 +2,7 @@
 
 import os
 import time
+import uuid
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_ou
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32
 _LONGEST_TITLE = 100
-# The detail of a conversation that is kept, by which it goes on.
-_TALK = "conversation"
+# The details of a conversation that is kept, by which it goes on.
+_TALK, _ID = "conversation", "id"
 
 
 class OpenAnswerError(HybridCacheError, RuntimeError):
@@ -136,6 +137,8 @@ class Chat:
         self._go_on_from([])
         self._is_open = False
         self._title: str | None = None
+        # The id of the conversation stays; that of what is stored of it changes with each answer.
+        self._id = uuid.uuid4().hex
         self._stored_id: str | None = None
         self._stored_tokens: list[int] = []
         self._has_failed_to_keep = False
@@ -169,7 +172,7 @@ class Chat:
         if stored is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
         details = dict(stored.details)
-        talk = details.pop(_TALK, None)
+        talk, id = details.pop(_TALK, None), details.pop(_ID, None)
         if talk is None:
             raise ValueError(
                 f"{stored.name} was kept by another version of this package, or by another program: ask its document "
@@ -182,6 +185,7 @@ class Chat:
         chat.document = DocumentPrompt(token_ids[: stored.document_tokens])
         chat._has_document, chat.turns = talk["has_document"], [Turn(*turn) for turn in talk["turns"]]
         chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, token_ids
+        chat._id = id or chat._id
         chat.token_ids = token_ids
         return chat
 
@@ -351,7 +355,7 @@ class Chat:
             self.cache,
             document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._details | {"system": self.system, _TALK: talk},
+            details=self._details | {"system": self.system, _ID: self._id, _TALK: talk},
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids

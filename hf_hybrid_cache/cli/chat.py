@@ -34,7 +34,7 @@ def chat(
     conversation: Annotated[
         str | None,
         typer.Argument(
-            metavar="NUMBER|ID",
+            metavar="NUMBER|NAME|ID",
             help="The conversation to --resume, as the command store lists it. Default: what is chosen at a terminal, "
             "elsewhere the one used last.",
             show_default=False,
@@ -45,6 +45,9 @@ def chat(
         bool,
         option(DOCUMENT, "Go on with a conversation of --store, with its model, weights and cache.", "--resume"),
     ] = False,
+    name: Annotated[
+        str | None, option(DOCUMENT, "Name of the conversation in --store, by which it goes on. Default: its id.")
+    ] = None,
     no_history: Annotated[
         bool,
         typer.Option("--no-history", help="Do not keep typed lines, which the arrow keys bring back, in a file."),
@@ -59,7 +62,7 @@ def chat(
     """
     out, notes = consoles()
     with exit_codes(notes):
-        _check(conversation, document, resume, store)
+        _check(conversation, document, resume, store, name)
         say = partial(note, notes)
         lines = chat_input(not no_history, say)
         stored = None
@@ -84,7 +87,7 @@ def chat(
             talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)
             say(f"going on with {stored.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
         else:
-            details = {name: getattr(model, name) for name in _MODEL_OPTIONS}
+            details = {option: getattr(model, option) for option in _MODEL_OPTIONS} | ({"name": name} if name else {})
             options |= {"system": prompt.system, "context": prompt.context, "store": prefix_store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
@@ -101,7 +104,9 @@ def chat(
             _take_all(ChatCommands(talk, out, notes, loaded.weights_text, lines.drop), lines, say)
 
 
-def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store) -> None:
+def _check(
+    conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store, name: str | None
+) -> None:
     """Raise `UsageError` for options of a conversation that do not go together."""
     if "-" in (documents or ()):
         raise UsageError("Questions come from standard input: give the document as a file.")
@@ -109,6 +114,16 @@ def _check(conversation: str | None, documents: Sequence[str] | None, resume: bo
         raise UsageError(f"{conversation!r} names a conversation to go on with: add --resume, or --document before it.")
     if resume and store.folder is None:
         raise UsageError("--resume goes on with a conversation of a prefix store: name its folder with --store.")
+    if name is None:
+        return
+    if store.folder is None:
+        raise UsageError("--name is of a conversation that a prefix store keeps: name its folder with --store.")
+    if not name.strip() or name.isdigit():
+        raise UsageError(f"--name {name!r} must have letters: numbers are those of the list.")
+    from .store import existing_store, numbered
+
+    if store.folder.expanduser().is_dir() and any(each.name == name for each in numbered(existing_store(store.folder))):
+        raise UsageError(f"{store.folder} has a conversation {name}: go on with --resume {name}, or give another name.")
 
 
 def _chosen(folder: Path, which: str | None, lines: ChatInput, notes: Console) -> "StoredPrompt | None":

@@ -67,6 +67,10 @@ EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--resume", "--document", "--resume goes on with the document of the conversation: drop --document."),
     ("--resume", "--context", "--resume goes on with the document of the conversation: drop --context."),
     ("--resume", "--system", "--resume goes on with the system message of the conversation: drop --system."),
+    ("--resume", "--name", "--resume goes on with a conversation that has its name: drop --name."),
+    ("--export", "--remove", "--export is of a conversation that stays: drop --remove."),
+    ("--export", "--remove-all", "--export is of a conversation that stays: drop --remove-all."),
+    ("--export", "--verify", "--verify is of all files: drop it, or --export."),
     ("--weights", "--experts", "--weights is of all weights, experts too: drop it, or --experts."),
     ("--remove-all", "--remove", "--remove-all removes all: drop --remove."),
     *(

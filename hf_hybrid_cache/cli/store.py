@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt, StoredPrompts
 
 _SHORT_ID, _SHORTEST_ID = 8, 4
-_HEADINGS = ("", "id", "kind", "model", "weights", "cache", "tokens", "MiB", "last use", "title")
+_HEADINGS = ("", "id", "name", "kind", "model", "weights", "cache", "tokens", "MiB", "last use", "title")
 _NUMBERS = ("", "tokens", "MiB")
 # Columns that go first where a terminal has no room for all and the beginning of a title.
 _LESS_WANTED, _LEAST_TITLE = ("MiB", "weights", "kind", "last use", "model", "tokens", "cache"), 24
@@ -36,12 +36,23 @@ class Numbered:
         return "conversation" if self.stored.is_conversation else "prompt"
 
     @property
+    def id(self) -> str:
+        """The id of a conversation, which stays as it goes on, or of a prompt."""
+        return str(self.stored.details.get("id", self.stored.id))
+
+    @property
+    def name(self) -> str | None:
+        """The name that a conversation was given."""
+        return self.stored.details.get("name") if self.stored.is_conversation else None
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The fields that `store --json` prints; `None` for what is not known."""
         stored, details = self.stored, self.stored.details
         return {
             "number": self.number,
-            "id": stored.id,
+            "id": self.id,
+            "name": self.name,
             "kind": self.kind,
             "model": details.get("model") or stored.model_name,
             "weights": details.get("weights"),
@@ -61,7 +72,8 @@ class Numbered:
         bits = {name: f"{fields[name]} bits" if fields[name] else "" for name in ("weights", "bits")}
         texts = (
             str(self.number),
-            self.stored.id[:_SHORT_ID],
+            self.id[:_SHORT_ID],
+            self.name or "",
             self.kind,
             Path(fields["model"]).name,
             bits["weights"],
@@ -96,20 +108,21 @@ def numbered(store: "StoredPrompts") -> list[Numbered]:
 
 def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
     """
-    The one that a number, or the first digits of an id, at least four, name.
+    The one that a number, the name of a conversation, or the first digits of an id, at least four, name.
 
     Raises:
         UsageError: they name none, or several.
     """
     listed = list(listed)
-    named = [each for each in listed if str(each.number) == which]
-    named = named or [
-        each for each in listed if len(which) >= _SHORTEST_ID and each.stored.id.startswith(which.lower())
-    ]
+    named = [each for each in listed if which in (str(each.number), each.name)]
+    if not named and len(which) >= _SHORTEST_ID:  # in Python a prompt has the id of what is stored
+        start = which.lower()
+        named = [each for each in listed if each.id.startswith(start) or each.stored.id.startswith(start)]
     if len(named) == 1:
         return named[0]
     count = "none" if not named else f"{len(named):,}"
-    raise UsageError(f"{which!r} names {count} of {len(listed):,}: give a number of the list, or more digits of an id.")
+    way_out = "give a number of the list, a name, or more digits of an id"
+    raise UsageError(f"{which!r} names {count} of {len(listed):,}: {way_out}.")
 
 
 def table_of(listed: Iterable[Numbered], console: Console) -> str:
@@ -141,12 +154,18 @@ def store(
     remove: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NUMBER|ID",
+            metavar="NUMBER|NAME|ID",
             help="Remove the one with this number or id, and what of it no other one shares; may be repeated.",
         ),
     ] = None,
     remove_all: Annotated[bool, typer.Option("--remove-all", help="Remove all; asks before, at a terminal.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Let --remove-all remove without asking.")] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|NAME|ID", help="Print a conversation, without its document, as Markdown, or with --json."
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all files, and remove damaged ones; the exit code is 1 then.")
     ] = False,
@@ -170,6 +189,8 @@ def store(
             for each in going:
                 prompts.remove(each.stored)
                 note(notes, f"removed: {each.kind} {each.number}, {each.stored.name}")
+        elif export is not None:
+            _export(chosen(listed, export), as_json, out)
         elif as_json:
             for each in listed:
                 print_json(out, each.fields)
@@ -177,6 +198,26 @@ def store(
             write(out, f"{table_of(listed, out)}\n")
         elif not verify:
             note(notes, f"{prompts.path} keeps nothing")
+
+
+def _export(exported: Numbered, as_json: bool, out: Console) -> None:
+    """Print the questions and answers of a conversation; raises `UsageError` for a prompt, which has none."""
+    talk = exported.stored.details.get("conversation")
+    if talk is None or not exported.stored.is_conversation:
+        raise UsageError(f"{exported.stored.name} is no conversation of this version, so it has no text to export.")
+    texts = [(question, answer) for question, answer, _ in talk["turns"]]
+    if as_json:
+        system = exported.stored.details.get("system")
+        messages = [("system", system)] * bool(system)
+        messages += [pair for question, answer in texts for pair in (("user", question), ("assistant", answer))]
+        print_json(
+            out,
+            exported.fields | {"messages": [dict(zip(("role", "content"), each, strict=True)) for each in messages]},
+        )
+        return
+    write(out, f"# {exported.name or exported.stored.name}\n")
+    for question, answer in texts:
+        write(out, f"\n**{question}**\n\n{answer.strip()}\n")
 
 
 def _require_consent(folder: Path, count: int) -> None:

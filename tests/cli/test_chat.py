@@ -18,7 +18,7 @@ from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.chat_commands import COMMANDS
 from hf_hybrid_cache.cli.console import without_controls
 
-from .commands import SHORT, error_of, run, without_heavy
+from .commands import SHORT, error_of, lines, run, without_heavy
 from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, Terminal
 from common.soak import search_at_random
 from models.byte_tokenizer import model_in
@@ -162,7 +162,28 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
     for which in (str(first), listed[first - 1].id[:6]):
         assert "last question: Who?" in converse(model, [*resume, which]).stderr
     assert "last question: Who?" in converse(model, resume).stderr  # it was used last
+    ids = {each["title"]: each["id"] for each in lines(run("store", tmp_path, "--json"))}
+    converse(model, [*resume, ids["report.txt: Who?"]], "Why?")
+    assert {each["title"]: each["id"] for each in lines(run("store", tmp_path, "--json"))} == ids
     assert "names none of 2" in error_of("chat", *resume, 9)
+
+
+def test_a_conversation_with_a_name_goes_on_by_it_and_is_exported(model: Path, report: Path, tmp_path: Path):
+    begun = ["--store", tmp_path, "--document", report]
+    for name, question in (("tax", "Who?"), ("law", "Where?")):
+        converse(model, [*begun, "--name", name, "--system", "Be brief."], question)
+    talk = converse(model, ["--store", tmp_path, "--resume", "tax"], "Why?")
+    assert "last question: Who?" in talk.stderr
+    (exported,) = lines(run("store", tmp_path, "--export", "tax", "--json"))
+    asked = [each["content"] for each in exported["messages"]]
+    assert (asked[0], asked[1::2], exported["name"]) == ("Be brief.", ["Who?", "Why?"], "tax")
+    assert without_controls(asked[4]).strip() == talk.stdout.strip()
+    shown = run("store", tmp_path, "--export", exported["id"][:6]).stdout
+    assert re.match(r"# tax\n\n\*\*Who\?\*\*\n\n.*\n\n\*\*Why\?\*\*\n\n", shown, re.DOTALL)
+    assert "has a conversation tax: go on with --resume tax" in error_of("chat", *begun, "--name", "tax")
+    assert "'3' must have letters" in error_of("chat", *begun, "--name", 3)
+    run("store", tmp_path, "--remove", "law")
+    assert "'law' names none of" in error_of("store", tmp_path, "--export", "law")
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")
