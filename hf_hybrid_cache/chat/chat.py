@@ -75,7 +75,7 @@ class Chat:
         turns: the questions that were asked, and their answers.
         token_ids: the tokens of the documents, questions and answers; the cache may lack the last ones.
         document: the tokens of the documents, and how many of each are read.
-        is_cut_as_asked: whether `context` limits what is read of them, and not the model's context.
+        cut_at: `context` where it limits what is read of them; `None` where the model's context does, or nothing.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
         settings: of the next answers; replace it to change them.
@@ -130,9 +130,10 @@ class Chat:
             given = cache_maker(name, model, bits, cpu_decode)
             self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
         self._held = TrackedCache(model, given, progress)
-        self.is_cut_as_asked = False
+        self.cut_at: int | None = None
+        self._document_options = context, leave
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
-        self.document = self._fitting(self.documents, context, leave)
+        self.document = self._fitting(self.documents)
         self._has_document = self.documents is not None
         self._go_on_from([])
         self._is_open = False
@@ -227,6 +228,32 @@ class Chat:
             )
         self._template = template
         self.document = replace(self.document, token_ids=[*new, *document[len(old) :]])
+        self._go_on_from(self.turns)
+
+    def attach(self, documents: Sequence[str | os.PathLike[str]]) -> None:
+        """
+        Add documents, after those that are there and before all questions; all tokens are read again.
+
+        Args:
+            documents: names of files and folders.
+
+        Raises:
+            DocumentError: a document cannot be read.
+            PromptError: they do not fit beside the conversation, or this goes on with documents whose texts are not
+                kept.
+            OpenAnswerError: an answer is generated.
+        """
+        self._require_closed()
+        if self._has_document and self.documents is None:
+            raise PromptError("The text of this conversation's document is not kept, so no other one can be added.")
+        added = self._read_files(documents)
+        if added is None:
+            return
+        together = added
+        if (before := self.documents) is not None:
+            together = Documents((*before.files, *added.files), (*before.skipped, *added.skipped))
+        self.document = self._fitting(together, len(self.token_ids) - len(self.document.token_ids))
+        self.documents, self._has_document = together, True
         self._go_on_from(self.turns)
 
     def read(self) -> float:
@@ -381,13 +408,14 @@ class Chat:
         names = [names] if isinstance(names, str | os.PathLike) else names
         return read_documents([os.fspath(name) for name in names], self._remark) if names else None
 
-    def _fitting(self, documents: Documents | None, context: int | None, leave: int | None) -> DocumentPrompt:
-        """Return the tokens of the documents, as many as leave room to talk."""
+    def _fitting(self, documents: Documents | None, talk_tokens: int = 0) -> DocumentPrompt:
+        """Return the tokens of the documents, as many as leave room to talk after so many tokens of a talk."""
         if documents is None:
             return DocumentPrompt(self._template.start())
-        most = room_for_documents(self.context, leave, self.settings.max_new_tokens)
+        context, leave = self._document_options
+        most = max(room_for_documents(self.context, leave, self.settings.max_new_tokens) - talk_tokens, 0)
         asked = most if context is None else context + len(self._template.start())
-        self.is_cut_as_asked = asked < most
+        self.cut_at = context if asked < most else None
         return self._template.document(documents, min(asked, most))
 
     def _prompt(self, turns: Sequence[Turn], question: str) -> list[int]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
 from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
-from .task import why_no_more, write_notice
+from .task import say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
@@ -91,8 +91,8 @@ def chat(
             options |= {"system": prompt.system, "context": prompt.context, "store": prefix_store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
-            say(f"{documents.counted}: {talk.document.counts} tokens; {talk.num_free:,} are left to talk")
-            write_notice(talk.document, why_no_more(talk, prompt.context), out)
+            say_what_is_read(talk, why_no_more(talk), out, notes)
+            say(f"{talk.num_free:,} tokens are left to talk")
             with raising_interrupts():
                 say(f"document read in {talk.read():.1f} s")
         if talk.turns:

@@ -1,6 +1,8 @@
 """The lines that are typed into a conversation, at a terminal or from standard input: questions and / commands."""
 
 import contextlib
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 from rich.console import Console
 
 from ..chat.settings import AnswerSettings, SettingError
+from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
 from .console import UsageError, end_line, note, out_of_memory, write
+from .task import say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -32,6 +36,7 @@ COMMANDS = {
     "/retry": "ask the last question again",
     "/undo": "take back the last question and its answer",
     "/forget": "go back to the document alone",
+    "/document FILE": "add a document, or several: they come before all questions, and all is read again",
     "/system TEXT": "set the system message; the document is read again",
     "/set NAME VALUE": f"for the next answers: {', '.join(_SETTINGS)}; without VALUE the default",
     "/help": "this list",
@@ -211,6 +216,7 @@ class ChatCommands:
             "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._undo(),
             "/forget": lambda _: self._forget(),
+            "/document": self._attach,
             "/system": self._set_system,
             "/set": self._set,
             "/help": lambda _: self._remark(_HELP),
@@ -310,6 +316,26 @@ class ChatCommands:
     def _forget(self) -> None:
         self._chat.forget()
         self._remark(f"back to {len(self._chat.token_ids):,} tokens")
+        self._keep()
+
+    def _attach(self, argument: str) -> None:
+        """Add documents whose names were typed: one with spaces, or several, which may be quoted as a shell does."""
+        try:
+            names = [argument] if os.path.exists(argument) else shlex.split(argument)
+        except ValueError:  # a quotation is not ended
+            names = [argument]
+        if not names:
+            self._remark("Say which document it is: /document FILE")
+            return
+        from ..chat import PromptError
+
+        try:
+            self._chat.attach(names)
+        except (DocumentError, PromptError) as error:
+            self._remark(str(error))
+            return
+        say_what_is_read(self._chat, why_no_more(self._chat), self._out, self._notes)
+        self._remark(f"{self._chat.num_free:,} tokens are left to talk")
         self._keep()
 
     def _set_system(self, text: str) -> None:

@@ -124,7 +124,7 @@ def generate(
         chat = task.chat(loaded, notes, **cache.arguments, store=prefix_store, details=form)
         explaining = consoles()[1]  # what is asked for is said, also where remarks are quiet
         text_out = Console(quiet=True) if as_json else out
-        say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
+        say_what_is_read(chat, why_no_more(chat), text_out, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
             _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)

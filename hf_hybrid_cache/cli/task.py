@@ -84,10 +84,10 @@ def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> No
     write_notice(document, why, out)
 
 
-def why_no_more(chat: "Chat", context: int | None) -> str:
-    """The reason why no more of the documents is read; `context` is the value of --context."""
-    if context is not None and chat.is_cut_as_asked:
-        return f"--context {context:,}"
+def why_no_more(chat: "Chat") -> str:
+    """The reason why no more of the documents is read."""
+    if chat.cut_at is not None:
+        return f"--context {chat.cut_at:,}"
     left = chat.context - len(chat.document.token_ids)
     return f"the model's context is {chat.context:,}, of which {left:,} are left to ask and answer"
 

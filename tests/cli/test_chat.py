@@ -1,5 +1,6 @@
 """Conversations with a tiny random model: the commands, the remarks on answers, and going on with what is stored."""
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ TEXT = "It was signed by Ada in London."
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "report.txt"
     path.write_text(TEXT)
+    path.with_name("b c.txt").write_text("Bob was there.")
     return path
 
 
@@ -53,6 +55,8 @@ TYPED: dict[str, Callable[[Chat], Any]] = {
     "/retry": lambda chat: chat.ask(chat.undo()) if chat.turns else None,
     "/undo": lambda chat: chat.undo() and None,
     "/forget": lambda chat: chat.forget(),
+    "/document 'b c.txt'": lambda chat: chat.attach(["b c.txt"]),
+    "/document b c.txt": lambda chat: chat.attach(["b c.txt"]),
     "/system Be brief.": lambda chat: setattr(chat, "system", "Be brief."),
     "/set max_new_tokens 9": set_to(max_new_tokens=9),
     "/set stop e": set_to(stop=("e",)),
@@ -64,6 +68,8 @@ TYPED: dict[str, Callable[[Chat], Any]] = {
 IN_VAIN = {
     "/set temperature hot": "temperature must be a number, got 'hot'.",
     "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
+    "/document": "Say which document it is: /document FILE",
+    "/document missing.txt": "Cannot read missing.txt: No such file",
     "/system": "Say what the message is: /system TEXT",
     f"/system {'brief ' * 12_000}": "context is 65,536: the message is not set",
     "/save file": "There is no /save.\n/stats ",
@@ -77,16 +83,17 @@ IN_VAIN = {
     end=st.sampled_from(["/quit", "/bye", "exit"]),
 )
 def test_any_conversation_prints_the_answers_of_the_engine(lines: list[str], end: str, model: Path, report: Path):
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    settings = AnswerSettings(5, temperature=0.8, top_p=0.9, seed=3)
-    chat, expected = Chat(loaded, tokenizer, [report], settings=settings, progress=False, bits=8), ""
-    for line in lines:
-        answer = TYPED.get(line, lambda _: None)(chat)
-        expected += "" if answer is None else without_controls("".join(answer)) + "\n"
-    options = ["--bits", "8", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
-    talk = converse(model, ["--document", report, *options], *lines, end, "Never asked?")
-    assert talk.stdout == expected
-    assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
+    with contextlib.chdir(report.parent):
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        settings = AnswerSettings(5, temperature=0.8, top_p=0.9, seed=3)
+        chat, expected = Chat(loaded, tokenizer, [report], settings=settings, progress=False, bits=8), ""
+        for line in lines:
+            answer = TYPED.get(line, lambda _: None)(chat)
+            expected += "" if answer is None else without_controls("".join(answer)) + "\n"
+        options = ["--bits", "8", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
+        talk = converse(model, ["--document", report, *options], *lines, end, "Never asked?")
+        assert talk.stdout == expected
+        assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
 
 
 def test_the_page_lists_what_can_be_typed_and_set():
