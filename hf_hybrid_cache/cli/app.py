@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .arguments import Command
 from .batch import batch
 from .chat import chat
 from .generate import generate
-from .options import ManyDocuments
 from .plan import plan
 from .serve import serve
 from .store import store
@@ -54,7 +54,5 @@ def common(
     """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
 
-for command in (generate, chat):
-    app.command(cls=ManyDocuments)(command)
-for command in (batch, serve, store, plan):
-    app.command()(command)
+for command in (generate, chat, batch, serve, store, plan):
+    app.command(cls=Command)(command)

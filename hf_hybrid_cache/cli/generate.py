@@ -89,14 +89,16 @@ def generate(
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
         require_documents(document or ())
-        documents = None
+        documents, asks = None, question is not None or prompt_file is not None
         if document:
+            if not asks:
+                _require_keeping(True, store.folder is not None, as_json)
             documents = read_documents(document, partial(note, notes))
         elif prompt_file is None and not compare:
             documents = piped_documents(partial(note, notes))
         if prompt.context is not None and documents is None and not compare:
-            raise UsageError(f"--context {prompt.context} is of documents: name one with --document, or drop it.")
-        if question is None and prompt_file is None and (documents is not None or not compare):
+            note(notes, f"--context {prompt.context:,} is of documents, and there is none")
+        if not asks and (documents is not None or not compare):
             _require_keeping(documents is not None, store.folder is not None, as_json)
         task = Task(
             documents,
@@ -128,7 +130,7 @@ def generate(
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
             _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)
-        if prefix_store is not None and question is None and prompt_file is None:
+        if prefix_store is not None and not asks:
             seconds = chat.read()
             num_read = len(chat.token_ids) - (chat.reuse.num_tokens if chat.reuse else 0)
             note(notes, f"{num_read:,} tokens are read and kept in {prefix_store.path} in {seconds:.2f} s")

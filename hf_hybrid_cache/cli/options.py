@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 from ..chat.settings import DEFAULT_BITS
-from ..documents import is_on_the_web
 from ..scalars import parse_bytes
 from .console import UsageError, fail
 
@@ -273,21 +271,6 @@ class Store:
         from ..prefix_store import PrefixStore
 
         return PrefixStore(self.folder, max_bytes=self.store_max)
-
-
-class ManyDocuments(TyperCommand):
-    """A command whose `--document` takes each file, folder and address that follows it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments, with `--document` before each document."""
-        named: list[str] = []
-        follows = False  # a document, that is, or a value of the option
-        for index, given in enumerate(args):
-            is_value = index > 0 and args[index - 1] == "--document"
-            is_next = follows and not is_value and (given == "-" or os.path.exists(given) or is_on_the_web(given))
-            named += ["--document", given] if is_next else [given]
-            follows = is_value or is_next or given.startswith("--document=")
-        return super().parse_args(ctx, named)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

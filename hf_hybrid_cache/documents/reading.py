@@ -172,9 +172,9 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
             num_read, num_skipped = len(documents), len(skipped)
             for file in files_in(path):
                 shown = _printable(Path(name, file.relative_to(path)))
-                if file.is_dir():
+                if os.path.isdir(file):
                     skip(f"{shown} is a linked or protected folder: give it as a document, too.")
-                elif not file.is_file():
+                elif not os.path.isfile(file):
                     skip(f"{shown} is not a file, or a link to none.")
                 else:
                     try:

@@ -162,7 +162,7 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     given = ["generate", "--model", small, "--device", "cpu"]
     assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
     assert "tokens are left for the document, and the" in error_of(*given, *asked, "--system", "Be brief. " * 37)
-    assert "--context 9 is of documents: name one" in error_of("generate", "--question", "Who?", "--context", 9)
+    assert "--context 9 is of documents, and there is none" in remarks(small, "Who?", "--context", 9)
 
 
 def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
