@@ -328,7 +328,7 @@ def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     assert "line 1: not an answer of this command (the key 'answer' is given twice)." in batch.run(exit_code=2).stderr
 
 
-def test_answers_of_other_options_are_asked_again_one_by_one_if_told_so(batch: Batch):
+def test_answers_of_other_options_are_asked_again_if_told_so(batch: Batch):
     batch.run()
     before = batch.texts()
     batch.ask(["long.txt", "short.txt"], *TEXTS[:2])
@@ -343,7 +343,7 @@ def test_answers_of_other_options_are_asked_again_one_by_one_if_told_so(batch: B
     assert [each["answer"] for each in earlier] == [before[key] for key in batch.texts() if key[1] in TEXTS[:2]]
 
 
-def test_a_limit_of_what_is_read_keeps_answers_about_what_is_read_whole(batch: Batch):
+def test_a_limit_of_reading_keeps_answers_about_what_is_read_whole(batch: Batch):
     batch.ask(["long.txt", batch.document("too_long.txt", 600)], "w1")
     assert "Pass --context to read only the start" in batch.run(exit_code=1).stderr
     whole = batch.by_question()["long.txt", "w1"]

@@ -26,7 +26,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return written
 
 
-def test_what_is_typed_comes_before_defaults_and_sets_aside_what_it_excludes(
+def test_what_is_typed_comes_first_and_sets_aside_defaults_it_excludes(
     model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = write(

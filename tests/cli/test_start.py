@@ -115,7 +115,7 @@ def test_an_error_that_a_user_can_help_is_a_line_and_an_exit_code(capsys: pytest
     assert capsys.readouterr().err == "warning: Decode steps are slow.\n"
 
 
-def test_a_remark_within_an_answer_is_on_a_line_of_its_own_at_a_terminal():
+def test_a_remark_within_an_answer_is_on_a_line_of_its_own():
     screen = io.StringIO()
     out, notes = (Console(file=screen, force_terminal=True, color_system=None) for _ in range(2))
     for text in ("Ada", " did"):

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_list_is_as_wide_as_the_terminal_and_has_the_beginning_of_titles(folder: Path):
+def test_a_list_is_as_wide_as_the_terminal_and_begins_all_titles(folder: Path):
     rows = numbered(existing_store(folder))
     whole = table_of(rows, Console(width=200, force_terminal=True)).splitlines()
     for width in (40, 60, 80, 100):
