@@ -11,6 +11,7 @@ from typing import Any
 PREFILL_CHUNK_SIZE = 2048
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SHOWN = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 # A number with more digits is a slip, and may exceed the range of floats.
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?)(IB|B|)", re.IGNORECASE | re.ASCII)
 _TOKENS = re.compile(r"([0-9]{1,18})([KM]?)", re.IGNORECASE | re.ASCII)
@@ -97,6 +98,12 @@ def parse_tokens(count: str | int) -> int:
     if tokens == 0:
         raise ValueError(f"{count!r} is not a number of tokens: write it as 131072 or 128K.")
     return tokens
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a size in KiB, MiB or GiB, whichever has few digits."""
+    unit, size = next(((unit, size) for unit, size in _SHOWN if num_bytes >= size), _SHOWN[-1])
+    return f"{num_bytes / size:,.1f} {unit}"
 
 
 def duration_text(seconds: float) -> str:

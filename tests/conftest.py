@@ -23,6 +23,8 @@ from hf_hybrid_cache.system.user_folder import cache_home
 os.environ.update(variables_without(*os.environ.get("HF_HYBRID_CACHE_TEST_WITHOUT", "").split()))
 # Nothing in the tests may depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Nor on defaults of who runs them.
+os.environ["HF_HYBRID_CACHE_DEFAULTS"] = ""
 # Test processes share the cores: threads that wait must sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Compiled kernels stay where they are, also for tests that set another home.

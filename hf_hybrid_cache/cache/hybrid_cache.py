@@ -156,7 +156,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         Args:
             path: of the file, in a folder that exists.
             token_ids: of the tokens that are stored, `[batch, tokens]` or a list, to be kept with them: `load` compares
-                them with those of a prompt, and `saved_token_ids` returns them.
+                them with those of a prompt, and `saved_token_ids` returns them. `None` for those that the cache knows,
+                if it knows all, see `require_prefix`.
             document_tokens: how many of them, from the start, are those of a document that a conversation follows.
                 `hf-hybrid-cache chat` takes questions back as far as that.
 
@@ -170,12 +171,12 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         Example:
             >>> cache = QuantizedHybridCache(model.config, bits=4)
             >>> prefill(model, document_ids, cache)
-            >>> cache.save("document.kv", document_ids)
+            >>> cache.save("document.kv")
         """
         self._passes.require_complete()
         self._contents.require_whole()
         self._prompts.refuse_file(path)
-        save(self._contents, path, token_ids, document_tokens)
+        save(self._contents, path, self._prompts.stored() if token_ids is None else token_ids, document_tokens)
 
     @staticmethod
     def load(

@@ -21,6 +21,7 @@ from ..cache_argument import CACHE_ARGUMENT, require_use_cache
 from ..files import CacheFileError
 from ..layers import num_sequences_of
 from ..token_ids import first_difference
+from .checkpoints import num_sequences
 from .contents import Contents
 from .forward_passes import ForwardPasses
 
@@ -200,6 +201,14 @@ class Prompts:
         most = min(num_tokens, known.shape[1], given.shape[1])
         different = first_difference(known[:, :most], given[:, :most].to("cpu", torch.long))
         return most if different is None else different[1]
+
+    def stored(self) -> torch.Tensor | None:
+        """Return the tokens that are stored, `[batch, tokens]`; `None` unless all are known."""
+        num_tokens, known = self._contents.num_tokens, self.token_ids
+        if not num_tokens or known is None or known.shape[1] < num_tokens:
+            return None
+        rows = num_sequences(self._contents.layers) or 1
+        return known[:, :num_tokens].expand(rows if len(known) == 1 else -1, -1)
 
     def keep_stored(self) -> None:
         """Forget the tokens after those that are stored, which others may follow."""

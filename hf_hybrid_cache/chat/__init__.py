@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .prompts import DocumentPrompt as DocumentPrompt
     from .prompts import PromptError as PromptError
     from .prompts import context_length as context_length
+    from .prompts import room_for_answer as room_for_answer
     from .settings import DEFAULT_BITS as DEFAULT_BITS
     from .settings import AnswerSettings as AnswerSettings
     from .settings import SettingError as SettingError
@@ -35,7 +36,10 @@ __getattr__, __all__ = lazy_names(
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
         "choosing": ("not_followed",),
         "generating": ("Answer", "FinishReason", "Generation", "Generator"),
-        "prompts": ("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
+        "prompts": (
+            *("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError"),
+            *("context_length", "room_for_answer"),
+        ),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
         "tracked_cache": ("CACHES", "TrackedCache", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },

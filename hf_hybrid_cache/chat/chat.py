@@ -2,6 +2,7 @@
 
 import os
 import time
+import uuid
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_ou
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32
 _LONGEST_TITLE = 100
-# The detail of a conversation that is kept, by which it goes on.
-_TALK = "conversation"
+# The details of a conversation that is kept, by which it goes on.
+_TALK, _ID = "conversation", "id"
 
 
 class OpenAnswerError(HybridCacheError, RuntimeError):
@@ -56,8 +57,8 @@ class Chat:
         documents: names of files and folders, or what `read_documents` returned.
         system: system message; `None` for that of the chat template.
         context: tokens of the documents that are read at most; `None` for what leaves room to talk.
-        leave: tokens that documents leave to questions and answers; `None` for 2,048, or a quarter of a short context,
-            and an answer.
+        leave: tokens that documents leave to questions and answers at least; `None` for 256 and an answer, of which
+            512 count, or less in a short context.
         cache: "dynamic", "offloaded", "quantized", or "stock" for transformers' own; or an empty cache. `None` is
             "quantized" with `bits`, else "dynamic".
         bits: of keys and values in a quantized cache, 8, 4 or 2; `None` for 4.
@@ -74,6 +75,7 @@ class Chat:
         turns: the questions that were asked, and their answers.
         token_ids: the tokens of the documents, questions and answers; the cache may lack the last ones.
         document: the tokens of the documents, and how many of each are read.
+        cut_at: `context` where it limits what is read of them; `None` where the model's context does, or nothing.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
         settings: of the next answers; replace it to change them.
@@ -128,12 +130,16 @@ class Chat:
             given = cache_maker(name, model, bits, cpu_decode)
             self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
         self._held = TrackedCache(model, given, progress)
+        self.cut_at: int | None = None
+        self._document_options = context, leave
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
-        self.document = self._fitting(self.documents, context, leave)
+        self.document = self._fitting(self.documents)
         self._has_document = self.documents is not None
         self._go_on_from([])
         self._is_open = False
         self._title: str | None = None
+        # The id of the conversation stays; that of what is stored of it changes with each answer.
+        self._id = uuid.uuid4().hex
         self._stored_id: str | None = None
         self._stored_tokens: list[int] = []
         self._has_failed_to_keep = False
@@ -167,7 +173,7 @@ class Chat:
         if stored is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
         details = dict(stored.details)
-        talk = details.pop(_TALK, None)
+        talk, id = details.pop(_TALK, None), details.pop(_ID, None)
         if talk is None:
             raise ValueError(
                 f"{stored.name} was kept by another version of this package, or by another program: ask its document "
@@ -180,6 +186,7 @@ class Chat:
         chat.document = DocumentPrompt(token_ids[: stored.document_tokens])
         chat._has_document, chat.turns = talk["has_document"], [Turn(*turn) for turn in talk["turns"]]
         chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, token_ids
+        chat._id = id or chat._id
         chat.token_ids = token_ids
         return chat
 
@@ -221,6 +228,32 @@ class Chat:
             )
         self._template = template
         self.document = replace(self.document, token_ids=[*new, *document[len(old) :]])
+        self._go_on_from(self.turns)
+
+    def attach(self, documents: Sequence[str | os.PathLike[str]]) -> None:
+        """
+        Add documents, after those that are there and before all questions; all tokens are read again.
+
+        Args:
+            documents: names of files and folders.
+
+        Raises:
+            DocumentError: a document cannot be read.
+            PromptError: they do not fit beside the conversation, or this goes on with documents whose texts are not
+                kept.
+            OpenAnswerError: an answer is generated.
+        """
+        self._require_closed()
+        if self._has_document and self.documents is None:
+            raise PromptError("The text of this conversation's document is not kept, so no other one can be added.")
+        added = self._read_files(documents)
+        if added is None:
+            return
+        together = added
+        if (before := self.documents) is not None:
+            together = Documents((*before.files, *added.files), (*before.skipped, *added.skipped))
+        self.document = self._fitting(together, len(self.token_ids) - len(self.document.token_ids))
+        self.documents, self._has_document = together, True
         self._go_on_from(self.turns)
 
     def read(self) -> float:
@@ -349,7 +382,7 @@ class Chat:
             self.cache,
             document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._details | {"system": self.system, _TALK: talk},
+            details=self._details | {"system": self.system, _ID: self._id, _TALK: talk},
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids
@@ -375,14 +408,15 @@ class Chat:
         names = [names] if isinstance(names, str | os.PathLike) else names
         return read_documents([os.fspath(name) for name in names], self._remark) if names else None
 
-    def _fitting(self, documents: Documents | None, context: int | None, leave: int | None) -> DocumentPrompt:
-        """Return the tokens of the documents, as many as leave room to talk."""
+    def _fitting(self, documents: Documents | None, talk_tokens: int = 0) -> DocumentPrompt:
+        """Return the tokens of the documents, as many as leave room to talk after so many tokens of a talk."""
         if documents is None:
             return DocumentPrompt(self._template.start())
-        most = room_for_documents(self.context, leave, self.settings.max_new_tokens)
-        if context is not None:
-            most = min(most, context + len(self._template.start()))
-        return self._template.document(documents, most)
+        context, leave = self._document_options
+        most = max(room_for_documents(self.context, leave, self.settings.max_new_tokens) - talk_tokens, 0)
+        asked = most if context is None else context + len(self._template.start())
+        self.cut_at = context if asked < most else None
+        return self._template.document(documents, min(asked, most))
 
     def _prompt(self, turns: Sequence[Turn], question: str) -> list[int]:
         """Return the tokens of a question after turns, with the documents before them."""

@@ -19,8 +19,8 @@ _ANSWER = "\nAnswer:"
 _MOST_CHARACTERS = 8
 # Tokens beside those that are kept, so that the end of a piece changes none of them.
 _MARGIN = 256
-# Tokens of a long context that documents leave to questions and answers.
-_TALK_TOKENS = 2048
+# Tokens of a long context that documents leave to an answer, however long it may be, and to questions before it.
+_ANSWER_TOKENS, _QUESTION_TOKENS = 512, 256
 # A notice names so many documents of a kind at most.
 _MOST_NAMES = 10
 
@@ -140,9 +140,15 @@ def context_length(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31 - 1
 
 
+def room_for_answer(context: int, new_tokens: int) -> int:
+    """Return the tokens of a context that documents leave to an answer of so many tokens at most."""
+    return min(new_tokens, _ANSWER_TOKENS, context // 4)
+
+
 def room_for_documents(context: int, leave: int | None, new_tokens: int) -> int:
     """Return the tokens of a context that documents take at most; raises `PromptError` if what they leave is all."""
-    leave = new_tokens + min(_TALK_TOKENS, context // 4) if leave is None else leave
+    if leave is None:
+        leave = room_for_answer(context, new_tokens) + min(_QUESTION_TOKENS, context // 16)
     if context <= leave:
         raise PromptError(
             f"{leave:,} tokens are left to questions and answers, and the model's context is {context:,}: ask for "

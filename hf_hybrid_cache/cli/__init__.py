@@ -28,6 +28,7 @@ def main() -> None:
     if sys.stdout is None:
         print("error: Standard output is closed, and answers go there: let it go to /dev/null.", file=sys.stderr)
         sys.exit(2)
+    os.environ.setdefault("TQDM_LEAVE", "")  # bars vanish, also those of other libraries
     seconds, used = time.perf_counter(), _used_by_others()
     from .app import run  # only now: Ctrl-C can end its imports too
 

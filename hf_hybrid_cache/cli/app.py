@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .arguments import Command
 from .batch import batch
 from .chat import chat
 from .generate import generate
@@ -54,4 +55,4 @@ def common(
 
 
 for command in (generate, chat, batch, serve, store, plan):
-    app.command()(command)
+    app.command(cls=Command)(command)

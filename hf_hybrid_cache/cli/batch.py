@@ -60,6 +60,10 @@ def batch(
             metavar="NUMBER|auto",
         ),
     ] = "1",
+    again: Annotated[
+        bool,
+        option(ANSWER, "Ask again what was answered with other options. Default: that is an error.", "--again"),
+    ] = False,
     shard: Annotated[
         str | None,
         option(
@@ -88,7 +92,8 @@ def batch(
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        answers = Answers(path, asked, _kept_settings(prompt, cache, model, answer), folder, partial(note, notes))
+        settings = _kept_settings(prompt, cache, model, answer)
+        answers = Answers(path, asked, settings, folder, partial(note, notes), again)
         with answers.alone():
             left, loaded = answers.left(model.name), None
             missing, groups = _without_missing(by_document(left.questions), folder)
@@ -104,7 +109,7 @@ def batch(
                 note(notes, f"{others}; they stay in {out}")
             if left.num_changed:
                 changed = f"{left.num_changed:,} of {len(asked):,} questions"
-                note(notes, f"{changed} are asked again, because a document or the model has changed since")
+                note(notes, f"{changed} are asked again, because a document, the model or an option has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
             failed: list[tuple[Question, str]] = []
@@ -236,11 +241,13 @@ class _Reader:
         notes: Console,
         at_once: int | None,
     ):
-        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together
+        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together, context_length, room_for_answer
 
         self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
         self._folder, self._progress, self._notes = folder, progress, notes
-        self._settings: AnswerSettings = of_chat["settings"]
+        settings: AnswerSettings = of_chat["settings"]
+        self._context = context_length(loaded.model)
+        self._room_for_answer = room_for_answer(self._context, settings.max_new_tokens)
         self._template = ChatTemplate(loaded.tokenizer, of_chat["system"])
         self._template.start()  # what is refused here no question could have
         self._at_once = at_once or MOST_TOGETHER
@@ -290,7 +297,7 @@ class _Reader:
             self._model,
             self._tokenizer,
             documents,
-            leave=self._settings.max_new_tokens + self._question_tokens(questions),
+            leave=self._room_for_answer + self._question_tokens(questions),
             progress=self._progress.advance if self._notes.is_interactive else True,
             remark=remark,
             **self._of_chat,
@@ -300,7 +307,7 @@ class _Reader:
             raise PromptError(
                 f"The {documents.counted} {'has' if len(documents.files) == 1 else 'have'} "
                 f"{'about ' if read.is_estimate else ''}{read.tokens:,} tokens, of which {read.read_tokens:,} fit into "
-                f"a context of {chat.context:,} with the question and {self._settings.max_new_tokens:,} new tokens. "
+                f"a context of {chat.context:,} with the question and {self._room_for_answer:,} tokens of an answer. "
                 "Pass --context to read only the start, or use a model with a longer context."
             )
         fields: dict[str, Any] = {"document_tokens": read.tokens, "read_tokens": read.read_tokens}
@@ -312,13 +319,13 @@ class _Reader:
 
     def _question_tokens(self, questions: Sequence[Question]) -> int:
         """The tokens of the longest question that leaves half of the room to the document; a longer one may fail."""
-        from ..chat import PromptError, context_length
+        from ..chat import PromptError
 
         lengths = []
         for question in questions:
             with suppress(PromptError):
                 lengths.append(len(self._template.conversation([question.text], document=[])))
-        half = (context_length(self._model) - self._settings.max_new_tokens) // 2
+        half = (self._context - self._room_for_answer) // 2
         return max((length for length in lengths if length <= half), default=min(lengths, default=0))
 
 

@@ -31,6 +31,8 @@ RESULT_FIELDS = (
     *("document_tokens", "read_tokens", "document_digest", "documents", "left_out", "document_seconds"),
     *("model_digest", "settings"),
 )
+# The setting that changes no answer about a document that is read whole.
+_CONTEXT = "context"
 # Weights are too large to be read for a digest: their sizes and times tell of a change.
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".gguf")
 _EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
@@ -126,14 +128,16 @@ class Answers:
     The answers to questions.
 
     Of the answers to a question in the file the last one counts. It stays until a new one is written, and is then kept
-    in another file.
+    in another file. An answer has a digest of its settings, which a file beside spells out; on standard output, and in
+    files of versions before, it has the settings themselves.
 
     Args:
         path: of the file, which need not exist; `None` for standard output, on which no answer is found again.
         questions: that are asked.
-        settings: of each new answer, which those in the file to these questions must have, too.
+        settings: of each new answer.
         folder: names of documents are relative to it.
         remark: receives where answers are kept that were given anew.
+        again: ask again what was answered with other settings, which is refused otherwise.
     """
 
     def __init__(
@@ -143,8 +147,9 @@ class Answers:
         settings: Mapping[str, Any],
         folder: Path,
         remark: Callable[[str], None],
+        again: bool = False,
     ):
-        self.path, self._settings, self._remark = path, settings, remark
+        self.path, self._settings, self._remark, self._again = path, settings, remark, again
         self._asked = {question.key: question for question in questions}
         self._model_digest: str | None = None
         self._digest_of = cache(partial(documents_digest, folder=folder))
@@ -170,9 +175,11 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         with lock:
+            self._require_alike(self.path)
             self._tidy(self.path, without_errors=True)
             try:
                 self._append("")  # what cannot be written is told before a model is loaded
+                self._note_settings(self.path)
                 yield
             finally:
                 self._tidy(self.path, without_errors=False)
@@ -187,8 +194,8 @@ class Answers:
 
     def add(self, question: Question, fields: Mapping[str, Any]) -> None:
         """Write the answer to a question, with these fields, at the end of the file if there is one."""
-        of_all = {"model_digest": self._model_digest, "settings": self._settings}
-        line = json_line({**question.fields, **fields, **of_all})
+        settings = self._settings if self.path is None else settings_digest(self._settings, _is_cut(fields))
+        line = json_line({**question.fields, **fields, "model_digest": self._model_digest, "settings": settings})
         if self.path is not None:
             self._append(line)
             return
@@ -206,8 +213,49 @@ class Answers:
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
+    def _require_alike(self, path: Path) -> None:
+        """Raise `UsageError` if answers to the questions have other settings, unless they are asked again."""
+        others = [] if self._again else [each for each in _read(path) if "error" not in each and self._differs(each)]
+        if not others:
+            return
+        settings: Any = others[0].get("settings", {})
+        if isinstance(settings, str):
+            settings = _noted_settings(path).get(settings, {})
+        different = [name for name, value in self._settings.items() if settings.get(name) != value]
+        name = different[0] if settings and different else None
+        what = "other settings" if name is None else f"{name}={settings.get(name)}, not {self._settings[name]}"
+        raise UsageError(
+            f"{path} has {len(others):,} answers that were given with {what}. Add --again to ask these questions "
+            "again, give another --out, or the same options."
+        )
+
+    def _differs(self, answer: Record) -> bool:
+        """Whether an answer to one of the questions has other settings."""
+        if key_of(answer) not in self._asked:
+            return False
+        given, most = answer.get("settings", {}), self._settings.get(_CONTEXT)
+        digest = given if isinstance(given, str) else settings_digest(given, _is_cut(answer))
+        cuts = most is not None and (_is_cut(answer) or most < answer.get("read_tokens", 0))
+        return digest != settings_digest(self._settings, _is_cut(answer) or cuts)
+
+    def _note_settings(self, path: Path) -> None:
+        """Keep the settings beside the answers, by their digests."""
+        noted = _noted_settings(path)
+        named = {settings_digest(self._settings, is_cut): self._settings for is_cut in (False, True)}
+        if noted | named == noted:
+            return
+        try:
+            with replaced_when_whole(_settings_path(path)) as file:
+                file.write(
+                    "".join(map(json_line, ({"digest": d, "settings": s} for d, s in (noted | named).items()))).encode()
+                )
+        except OSError as error:
+            raise _cannot_write(_settings_path(path), error) from error
+
     def _has_changed(self, answer: Record) -> bool:
-        """Whether an answer is known to be of another model or of other documents."""
+        """Whether an answer is known to be of another model, of other documents, or of other settings."""
+        if self._differs(answer):
+            return True
         documents = self._digest_of(self._asked[key_of(answer)].documents)
         pairs = (("model_digest", self._model_digest), ("document_digest", documents))
         return any(answer.get(name) not in (None, now) for name, now in pairs if now is not None)
@@ -244,14 +292,30 @@ class Answers:
         question = self._asked.get(key_of(answer))
         if question is None:
             return answer
-        given = answer.get("settings", {})
-        for name, value in self._settings.items():
-            if given.get(name) != value:
-                raise UsageError(
-                    f"{self.path} has answers that were given with {name}={given.get(name)}, not {value}. Give another "
-                    "--out, or the same options."
-                )
         return {**question.fields, **{name: value for name, value in answer.items() if name in RESULT_FIELDS}}
+
+
+def settings_digest(settings: Mapping[str, Any], is_cut: bool) -> str:
+    """The digest of settings that are given, of an answer; how much is read counts where its document was cut."""
+    counted = {name: value for name, value in settings.items() if value is not None and (is_cut or name != _CONTEXT)}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_cut(answer: Mapping[str, Any]) -> bool:
+    return bool(answer.get("read_tokens") != answer.get("document_tokens"))
+
+
+def _settings_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.settings.jsonl")
+
+
+def _noted_settings(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The settings beside a file of answers, by digest; none where they are not there, or are something else."""
+    try:
+        lines = [strict_json(line) for line in _settings_path(path).read_text().splitlines()]
+        return {str(line["digest"]): dict(line["settings"]) for line in lines}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def documents_digest(names: Sequence[str], folder: Path) -> str | None:
@@ -373,7 +437,7 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     document = fields.get("document")
     names = document if isinstance(document, list) else [document]
     is_asked = all(isinstance(text, str) for text in [*names, fields.get("question")])
-    is_known = isinstance(fields.get("id"), str | int | None) and isinstance(fields.get("settings", {}), dict)
+    is_known = isinstance(fields.get("id"), str | int | None) and isinstance(fields.get("settings", {}), dict | str)
     return is_asked and is_known and ("answer" in fields or "error" in fields)
 
 

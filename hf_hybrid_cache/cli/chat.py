@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
 from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
-from .task import why_no_more, write_notice
+from .task import say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
@@ -33,7 +34,7 @@ def chat(
     conversation: Annotated[
         str | None,
         typer.Argument(
-            metavar="NUMBER|ID",
+            metavar="NUMBER|NAME|ID",
             help="The conversation to --resume, as the command store lists it. Default: what is chosen at a terminal, "
             "elsewhere the one used last.",
             show_default=False,
@@ -44,6 +45,9 @@ def chat(
         bool,
         option(DOCUMENT, "Go on with a conversation of --store, with its model, weights and cache.", "--resume"),
     ] = False,
+    name: Annotated[
+        str | None, option(DOCUMENT, "Name of the conversation in --store, by which it goes on. Default: its id.")
+    ] = None,
     no_history: Annotated[
         bool,
         typer.Option("--no-history", help="Do not keep typed lines, which the arrow keys bring back, in a file."),
@@ -58,12 +62,12 @@ def chat(
     """
     out, notes = consoles()
     with exit_codes(notes):
-        _check(conversation, document, resume, store)
+        _check(conversation, document, resume, store, name)
         say = partial(note, notes)
         lines = chat_input(not no_history, say)
         stored = None
         if resume and store.folder is not None:
-            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), say)
+            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), notes)
             if stored is None:
                 return
             model, cache = _as_stored(stored, model, cache, command_line)
@@ -83,12 +87,12 @@ def chat(
             talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)
             say(f"going on with {stored.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
         else:
-            details = {name: getattr(model, name) for name in _MODEL_OPTIONS}
+            details = {option: getattr(model, option) for option in _MODEL_OPTIONS} | ({"name": name} if name else {})
             options |= {"system": prompt.system, "context": prompt.context, "store": prefix_store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
-            say(f"{documents.counted}: {talk.document.counts} tokens; {talk.num_free:,} are left to talk")
-            write_notice(talk.document, why_no_more(talk, prompt.context), out)
+            say_what_is_read(talk, why_no_more(talk), out, notes)
+            say(f"{talk.num_free:,} tokens are left to talk")
             with raising_interrupts():
                 say(f"document read in {talk.read():.1f} s")
         if talk.turns:
@@ -97,10 +101,12 @@ def chat(
         say("ask something; /help lists what else can be typed")
         # Ctrl-C ends only an answer where there is somebody who can end the conversation, too.
         with raising_interrupts() if lines.is_terminal else nullcontext():
-            _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
+            _take_all(ChatCommands(talk, out, notes, loaded.weights_text, lines.drop), lines, say)
 
 
-def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store) -> None:
+def _check(
+    conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store, name: str | None
+) -> None:
     """Raise `UsageError` for options of a conversation that do not go together."""
     if "-" in (documents or ()):
         raise UsageError("Questions come from standard input: give the document as a file.")
@@ -108,9 +114,19 @@ def _check(conversation: str | None, documents: Sequence[str] | None, resume: bo
         raise UsageError(f"{conversation!r} names a conversation to go on with: add --resume, or --document before it.")
     if resume and store.folder is None:
         raise UsageError("--resume goes on with a conversation of a prefix store: name its folder with --store.")
+    if name is None:
+        return
+    if store.folder is None:
+        raise UsageError("--name is of a conversation that a prefix store keeps: name its folder with --store.")
+    if not name.strip() or name.isdigit():
+        raise UsageError(f"--name {name!r} must have letters: numbers are those of the list.")
+    from .store import existing_store, numbered
+
+    if store.folder.expanduser().is_dir() and any(each.name == name for each in numbered(existing_store(store.folder))):
+        raise UsageError(f"{store.folder} has a conversation {name}: go on with --resume {name}, or give another name.")
 
 
-def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "StoredPrompt | None":
+def _chosen(folder: Path, which: str | None, lines: ChatInput, notes: Console) -> "StoredPrompt | None":
     """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
     from .store import chosen, existing_store, numbered, table_of
 
@@ -120,7 +136,7 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
             raise UsageError(f"{which!r} is a prompt, and no conversation: ask about its document with --document.")
         return stored
 
-    listed = numbered(existing_store(folder))
+    say, listed = partial(note, notes), numbered(existing_store(folder))
     talks = [each for each in listed if each.stored.is_conversation]
     if which is not None:
         return named(which)
@@ -128,7 +144,7 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
         raise UsageError(f"{folder} has no conversation: begin one without --resume.")
     if len(talks) == 1 or not lines.is_terminal:
         return talks[0].stored
-    say(table_of(talks))
+    say(table_of(talks, notes))
     say("which one? its number, or Enter for the one used last")
     while (typed := lines.next_line()) is not None:
         try:

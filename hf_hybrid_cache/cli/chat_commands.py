@@ -1,6 +1,8 @@
 """The lines that are typed into a conversation, at a terminal or from standard input: questions and / commands."""
 
 import contextlib
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 from rich.console import Console
 
 from ..chat.settings import AnswerSettings, SettingError
+from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
-from .console import UsageError, note, out_of_memory, write
+from .console import UsageError, end_line, note, out_of_memory, write
+from .task import say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -26,16 +30,20 @@ _SHOWN_CHARACTERS = 300
 _WARN_BELOW_TOKENS = 512
 _WAYS_OUT = " /undo takes back the last question, /forget all of them."
 _SETTINGS = {field.name: field for field in fields(AnswerSettings)}
-_HELP = f"""\
-/stats             tokens, memory, and the speed of the last answer
-/retry             ask the last question again
-/undo              take back the last question and its answer
-/forget            go back to the document alone
-/system TEXT       set the system message; the document is read again
-/set NAME VALUE    for the next answers: {", ".join(_SETTINGS)}; without VALUE the default
-/help              this list
-/quit              end, as /bye, exit, quit and Ctrl-D do
-{_QUOTES}                begins and ends a question of several lines, or one that looks like a command"""
+# What can be typed beside questions, and what it does.
+COMMANDS = {
+    "/stats": "tokens, memory, and the speed of the last answer",
+    "/retry": "ask the last question again",
+    "/undo": "take back the last question and its answer",
+    "/forget": "go back to the document alone",
+    "/document FILE": "add a document, or several: they come before all questions, and all is read again",
+    "/system TEXT": "set the system message; the document is read again",
+    "/set NAME VALUE": f"for the next answers: {', '.join(_SETTINGS)}; without VALUE the default",
+    "/help": "this list",
+    "/quit": "end, as /bye, exit, quit and Ctrl-D do",
+    _QUOTES: "begins and ends a question of several lines, or one that looks like a command",
+}
+_HELP = "\n".join(f"{typed:<17}  {what}" for typed, what in COMMANDS.items())
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,12 @@ class ChatInput:
     Attributes:
         is_terminal: whether a user types them at a terminal.
         read: reads the text of the next one; raises `EOFError` at the end, and `KeyboardInterrupt` at Ctrl-C.
+        drop: drops what was typed and not read yet; returns whether there was any.
     """
 
     is_terminal: bool
     read: Callable[[], str]
+    drop: Callable[[], bool] = lambda: False
 
     def next_line(self) -> Typed | None:
         """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
@@ -108,7 +118,7 @@ def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
     shown_on = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if not sys.stdin.isatty() or shown_on is None:
         return ChatInput(False, partial(_plain_text, say))
-    return ChatInput(True, _editor(_history_file(say) if keeps_history else None, shown_on))
+    return ChatInput(True, *_editor(_history_file(say) if keeps_history else None, shown_on))
 
 
 def _plain_text(say: Callable[[str], None]) -> str:
@@ -125,14 +135,16 @@ def _plain_text(say: Callable[[str], None]) -> str:
     return text
 
 
-def _editor(history: Path | None, shown_on: TextIO) -> Callable[[], str]:
-    """Make what reads lines from an editor at a terminal, with a history in a file that exists, or none for `None`."""
+def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], Callable[[], bool]]:
+    """Make `read` and `drop` of an editor at a terminal, with a history in a file that exists, or none for `None`."""
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
-        from prompt_toolkit.input.typeahead import clear_typeahead
+        from prompt_toolkit.input.typeahead import get_typeahead
         from prompt_toolkit.output import create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
     except ModuleNotFoundError as error:
         raise UsageError(f'chat at a terminal needs {error.name}: pip install "hf_hybrid_cache[demo]"') from error
     session: PromptSession[str] = PromptSession(
@@ -142,20 +154,34 @@ def _editor(history: Path | None, shown_on: TextIO) -> Callable[[], str]:
         history=InMemoryHistory() if history is None else FileHistory(history),
         enable_suspend=True,
         reserve_space_for_menu=0,
+        completer=WordCompleter([typed.partition(" ")[0] for typed in COMMANDS if typed != _QUOTES], sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
         output=create_output(shown_on),
     )
 
-    def read() -> str:
-        # What was typed while an answer came is dropped, so that it is not asked by mistake.
-        clear_typeahead(session.app.input)
-        with contextlib.suppress(ModuleNotFoundError):  # not a POSIX system
-            import termios
+    def drop() -> bool:
+        return bool(get_typeahead(session.app.input)) | _drop_typed()
 
-            with contextlib.suppress(termios.error):  # the terminal is gone
-                termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        return session.prompt()
+    return session.prompt, drop
 
-    return read
+
+def _drop_typed() -> bool:
+    """Drop what the terminal has of standard input, also of a line that is not ended; return whether there was any."""
+    try:
+        import fcntl
+        import termios
+    except ModuleNotFoundError:  # not a POSIX system
+        return False
+    count = bytearray(4)
+    with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+        before = termios.tcgetattr(sys.stdin)
+        # Only so the terminal counts what is not ended.
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ICANON, *before[4:]])
+        fcntl.ioctl(sys.stdin, termios.FIONREAD, count)
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+    return any(count)
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:
@@ -178,16 +204,19 @@ class ChatCommands:
         out: receives answers.
         notes: receives remarks.
         weights_text: describes the model's weights; `None` where none are quantized.
+        drop: see `ChatInput`; what is typed during an answer is not asked by mistake.
     """
 
-    def __init__(self, chat: "Chat", out: Console, notes: Console, weights_text: str | None):
+    def __init__(self, chat: "Chat", out: Console, notes: Console, weights_text: str | None, drop: Callable[[], bool]):
         self._chat, self._out, self._notes, self._weights_text = chat, out, notes, weights_text
+        self._drop = drop
         self._has_warned = False
         self._commands: dict[str, Callable[[str], object]] = {
             "/stats": lambda _: self._tell(),
             "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._undo(),
             "/forget": lambda _: self._forget(),
+            "/document": self._attach,
             "/system": self._set_system,
             "/set": self._set,
             "/help": lambda _: self._remark(_HELP),
@@ -231,11 +260,13 @@ class ChatCommands:
             is_ended = True
         except (MemoryError, RuntimeError) as error:
             error_text = f"{out_of_memory(error)}\nThe question is taken back.{_WAYS_OUT if chat.turns else ''}"
-        write(self._out, "\n")
+        end_line(self._out)
         if error_text:
             self._remark(error_text)
         else:
             self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
+        if self._drop():
+            self._remark("what was typed during the answer is dropped")
         return len(chat.turns) > before
 
     def _remark_end(self, reason: str) -> None:
@@ -287,6 +318,26 @@ class ChatCommands:
         self._remark(f"back to {len(self._chat.token_ids):,} tokens")
         self._keep()
 
+    def _attach(self, argument: str) -> None:
+        """Add documents whose names were typed: one with spaces, or several, which may be quoted as a shell does."""
+        try:
+            names = [argument] if os.path.exists(argument) else shlex.split(argument)
+        except ValueError:  # a quotation is not ended
+            names = [argument]
+        if not names:
+            self._remark("Say which document it is: /document FILE")
+            return
+        from ..chat import PromptError
+
+        try:
+            self._chat.attach(names)
+        except (DocumentError, PromptError) as error:
+            self._remark(str(error))
+            return
+        say_what_is_read(self._chat, why_no_more(self._chat), self._out, self._notes)
+        self._remark(f"{self._chat.num_free:,} tokens are left to talk")
+        self._keep()
+
     def _set_system(self, text: str) -> None:
         if not text:
             self._remark("Say what the message is: /system TEXT")
@@ -323,7 +374,8 @@ class ChatCommands:
             self._remark(str(error))
             return
         shown = vars(self._chat.settings).items()
-        self._remark(", ".join(f"{name} {value}" for name, value in shown if value not in (None, ())))
+        texts = ((name, " or ".join(map(repr, value)) if name == "stop" else value) for name, value in shown)
+        self._remark(", ".join(f"{name} {text}" for name, text in texts if text not in (None, "")))
 
 
 def _parsed(name: str, value: str) -> Any:

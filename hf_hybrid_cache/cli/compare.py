@@ -110,7 +110,7 @@ def _in_time(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes
     def seconds(num_tokens: int) -> float:
         return stock(num_tokens) + (num_rows - 1) * ours(num_tokens)
 
-    most, why = chat.document.read_tokens, why_no_more(chat, given)
+    most, why = chat.document.read_tokens, why_no_more(chat)
     if given is None:
         left = MOST_SECONDS - (time.perf_counter() - start)
         in_time = max(1, bisect_right(range(most + 1), left, key=seconds) - 1)

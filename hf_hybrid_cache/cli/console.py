@@ -7,6 +7,7 @@ import signal
 import sys
 import unicodedata
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,8 @@ from rich.console import Console
 
 from ..errors import HybridCacheError
 
+# Consoles at a terminal whose last line is not ended: a remark then begins with a new one.
+_with_open_line = weakref.WeakSet[Console]()
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
@@ -27,7 +30,9 @@ class UsageError(HybridCacheError, ValueError):
 
 def consoles(quiet: bool = False) -> tuple[Console, Console]:
     """A console for answers and one for remarks, which prints none if `quiet`."""
-    return Console(soft_wrap=True), Console(stderr=True, soft_wrap=True, quiet=quiet)
+    # Without colors rich would still make remarks dim.
+    colors: Any = {"color_system": None} if os.environ.get("NO_COLOR") else {}
+    return Console(soft_wrap=True, **colors), Console(stderr=True, soft_wrap=True, quiet=quiet, **colors)
 
 
 def without_controls(text: str) -> str:
@@ -36,8 +41,11 @@ def without_controls(text: str) -> str:
 
 
 def note(notes: Console, text: str) -> None:
-    """Print a remark, without control characters."""
-    notes.print(without_controls(text), markup=False, highlight=False, emoji=False, style="dim")
+    """Print a remark, without control characters, on a line of its own."""
+    if notes.is_terminal and not notes.quiet:
+        for out in list(_with_open_line):
+            end_line(out)
+    notes.print(_naming_options(without_controls(text)), markup=False, highlight=False, emoji=False, style="dim")
 
 
 def write(out: Console, text: str) -> None:
@@ -45,6 +53,14 @@ def write(out: Console, text: str) -> None:
     if not out.quiet:
         out.file.write(without_controls(text))  # rich would write spaces for a tab
         out.file.flush()
+        if text and out.is_terminal:
+            (_with_open_line.discard if text.endswith("\n") else _with_open_line.add)(out)
+
+
+def end_line(out: Console) -> None:
+    """End a line, which at a terminal a remark may have ended already."""
+    if not out.is_terminal or out in _with_open_line:
+        write(out, "\n")
 
 
 def json_line(value: Any) -> str:
@@ -91,7 +107,7 @@ def out_of_memory(error: Exception) -> str:
 
 def fail(message: str) -> typer.Exit:
     """Print an error, also where remarks are quiet, and return the exception to raise, of exit code 2."""
-    text = without_controls(f"error: {message}")
+    text = _naming_options(without_controls(f"error: {message}"))
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
     return typer.Exit(2)
 
@@ -102,8 +118,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
     never_quiet = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
 
     def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-        # Without a file and a line of code, and on a line of its own: it may come in an answer.
-        note(never_quiet, f"\nwarning: {_naming_options(str(message))}")
+        note(never_quiet, f"warning: {message}")  # without a file and a line of code
 
     try:
         with warnings.catch_warnings():
@@ -112,7 +127,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except HybridCacheError as error:
-        raise fail(_naming_options(str(error))) from error
+        raise fail(str(error)) from error
     except typer.Exit:  # a RuntimeError, too
         raise
     except (MemoryError, RuntimeError) as error:

@@ -1,14 +1,16 @@
 """`hf-hybrid-cache generate`: one answer of a model, alone or about documents."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
-from ..documents import Documents, read_documents, read_text, require_documents
-from .console import UsageError, consoles, exit_codes, note, print_json, write
+from ..documents import Documents, piped_documents, read_documents, read_text, require_documents
+from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
     COMPARED_TOKENS,
@@ -23,6 +25,7 @@ from .options import (
     Prompt,
     Quiet,
     Store,
+    check_exclusions,
     given_text,
     option,
     with_options,
@@ -42,10 +45,16 @@ def generate(
     cache: Cache,
     model: Model,
     answer: AnswerOptions,
-    document: DocumentOption = None,
-    question: Annotated[
-        str | None, option(DOCUMENT, "Question to the model. Without one --store only reads and keeps the documents.")
+    asked: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="QUESTION",
+            help="Question to the model. Without one --store only reads and keeps the documents.",
+            show_default=False,
+        ),
     ] = None,
+    document: DocumentOption = None,
+    question: Annotated[str | None, option(DOCUMENT, "The question, in another place.", "--question", "-q")] = None,
     prompt_file: Annotated[
         Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
     ] = None,
@@ -54,7 +63,12 @@ def generate(
     ] = False,
     compare: Annotated[
         bool,
-        option(CACHE, "Answer with every cache; by default a question about Python's language reference.", "--compare"),
+        option(
+            CACHE,
+            "Answer with every cache; by default a question about Python's language reference. An answer has "
+            f"{COMPARED_TOKENS} tokens if --max-new-tokens says no other number.",
+            "--compare",
+        ),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -70,15 +84,24 @@ def generate(
             cache.require_ours("--store")
         elif explain:
             raise UsageError("--explain is about a prefix store: name its folder with --store, or drop it.")
-        question = None if question is None else given_text("--question", question)
+        question = _one_question(asked, question, document, prompt_file)
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
-        if question is None and prompt_file is None and (document or not compare):
-            _require_keeping(bool(document), store.folder is not None, as_json)
         require_documents(document or ())
+        documents, asks = None, question is not None or prompt_file is not None
+        if document:
+            if not asks:
+                _require_keeping(True, store.folder is not None, as_json)
+            documents = read_documents(document, partial(note, notes))
+        elif prompt_file is None and not compare:
+            documents = piped_documents(partial(note, notes))
+        if prompt.context is not None and documents is None and not compare:
+            note(notes, f"--context {prompt.context:,} is of documents, and there is none")
+        if not asks and (documents is not None or not compare):
+            _require_keeping(documents is not None, store.folder is not None, as_json)
         task = Task(
-            read_documents(document, partial(note, notes)) if document else None,
+            documents,
             question,
             None if prompt_file is None else read_text(prompt_file),
             prompt,
@@ -101,33 +124,50 @@ def generate(
             compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
             return
         chat = task.chat(loaded, notes, **cache.arguments, store=prefix_store, details=form)
+        explaining = consoles()[1]  # what is asked for is said, also where remarks are quiet
         text_out = Console(quiet=True) if as_json else out
-        say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
+        say_what_is_read(chat, why_no_more(chat), text_out, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
-            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, notes)
-        if prefix_store is not None and question is None and prompt_file is None:
-            note(
-                notes, f"{len(chat.token_ids):,} tokens are read and kept in {prefix_store.path} in {chat.read():.2f} s"
-            )
+            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)
+        if prefix_store is not None and not asks:
+            seconds = chat.read()
+            num_read = len(chat.token_ids) - (chat.reuse.num_tokens if chat.reuse else 0)
+            note(notes, f"{num_read:,} tokens are read and kept in {prefix_store.path} in {seconds:.2f} s")
             return
         for text in pieces:
             write(text_out, text)
-        write(text_out, "\n")
+        end_line(text_out)
         if explain and chat.reuse is not None:
-            note(notes, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
+            note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)
         if as_json:
             print_json(out, took)
         elif took["finish_reason"] == "length":
             note(notes, f"ended at --max-new-tokens {task.settings.max_new_tokens:,}, which may be raised")
+        elif took["finish_reason"] == "context":
+            note(notes, f"ended at the model's context of {chat.context:,} tokens: --context reads less of a document")
         note(notes, summary(took, loaded.weights_text))
+
+
+def _one_question(
+    asked: str | None, question: str | None, documents: Sequence[str] | None, prompt_file: Path | None
+) -> str | None:
+    """The question, which may be an argument or an option; raises `UsageError` where it is both, or a lost file."""
+    if asked is None:
+        return None if question is None else given_text("--question", question)
+    check_exclusions({"--question", *["--prompt-file"] * (prompt_file is not None)})
+    if question is not None:
+        raise UsageError(f"{asked!r} is no document that is here, and --question asks already: drop one of them.")
+    if documents and re.fullmatch(r"\S+\.\w+", asked):
+        raise UsageError(f"There is no file {asked}. If that is the question: --question {asked}")
+    return given_text("The question", asked)
 
 
 def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
     """Raise `UsageError` unless documents are to be kept, where nothing is asked."""
     if not has_document or not keeps:
-        raise UsageError('Ask something, such as --question "Who signed it?"; --store keeps a document without.')
+        raise UsageError('Ask something, such as "Who signed it?"; --store keeps a document without.')
     if as_json:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
 
@@ -161,9 +201,9 @@ def _say_why_no_more(
     from ..cache import HybridCache
     from ..chat import ChatTemplate
 
-    token_ids = chat.token_ids
+    token_ids, document_tokens = chat.token_ids, len(chat.token_ids)
     if whole_prompt is not None:
-        token_ids, _ = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)
+        token_ids, document_tokens = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)[0], 0
     if len(token_ids) > 1 and isinstance(chat.cache, HybridCache):
-        for line in store.why(loaded.model, token_ids, chat.cache).splitlines()[1:]:
+        for line in store.why(loaded.model, token_ids, chat.cache, document_tokens).splitlines()[1:]:
             note(notes, line)

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from ..attention import compile_kernels
 from ..chat import not_followed
 from ..decode_step import UnknownStepError, fuse_decode
+from ..kernels.vector.kernel_files import is_said
 from ..models import load
 from ..models.loading import is_quantized_when_read
 from ..models.shapes import CREATED_MODEL
@@ -129,12 +130,13 @@ def _compile_kernels(model: PreTrainedModel, is_quantized: bool, notes: Console)
     """Compile kernels, so that no answer's time includes it, and let decode steps on the CPU use them."""
     if model.device.type != "cpu":
         return
-    start = time.perf_counter()
-    has_waited = []
+    start, has_waited = time.perf_counter(), []
+    was_said = is_said.is_set()  # by the kernels of weights
 
     def on_wait() -> None:
         has_waited.append(True)
-        note(notes, "compiling kernels, once on this machine")
+        if not was_said:
+            note(notes, "compiling kernels, once on this machine")
 
     compile_kernels(model.dtype, is_quantized, on_wait)
     with contextlib.suppress(UnknownStepError):

@@ -42,9 +42,10 @@ DocumentOption = Annotated[
     list[str] | None,
     option(
         DOCUMENT,
-        "Text, PDF, docx or HTML to ask about, a folder of them, or - for standard input; may be repeated. What "
-        "does not fit is cut off and said. Default: none, the model is asked alone.",
-        metavar="FILE|FOLDER|-",
+        "Text, PDF, docx or HTML to ask about, a folder of them, an address (https), or - for standard input; several "
+        "may follow, and it may be repeated. What does not fit is cut off and said. Default: what is piped into "
+        "generate, or none: the model is asked alone.",
+        metavar="FILE|FOLDER|URL|-",
     ),
 ]
 AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
@@ -64,6 +65,10 @@ EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--resume", "--document", "--resume goes on with the document of the conversation: drop --document."),
     ("--resume", "--context", "--resume goes on with the document of the conversation: drop --context."),
     ("--resume", "--system", "--resume goes on with the system message of the conversation: drop --system."),
+    ("--resume", "--name", "--resume goes on with a conversation that has its name: drop --name."),
+    ("--export", "--remove", "--export is of a conversation that stays: drop --remove."),
+    ("--export", "--remove-all", "--export is of a conversation that stays: drop --remove-all."),
+    ("--export", "--verify", "--verify is of all files: drop it, or --export."),
     ("--weights", "--experts", "--weights is of all weights, experts too: drop it, or --experts."),
     ("--remove-all", "--remove", "--remove-all removes all: drop --remove."),
     *(
@@ -200,7 +205,7 @@ class AnswerOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}, with --compare {COMPARED_TOKENS}."),
+        option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}."),
     ] = None
     temperature: Annotated[float, option(ANSWER, "Of sampling; 0 takes the likeliest token each time.")] = 0.0
     top_p: Annotated[
@@ -214,7 +219,8 @@ class AnswerOptions:
         int | None, option(ANSWER, "Seed of sampling: the same one gives the same answer. Default: none.")
     ] = None
     stop: Annotated[
-        list[str] | None, option(ANSWER, "End the answer before this text; may be repeated. Default: none.")
+        list[str] | None,
+        option(ANSWER, "End the answer before this text; may be repeated. Default: none.", metavar="TEXT"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..models.shapes import ALIASES, SHAPES
+from ..models.shapes import ALIASES, SHAPES, SMOLLM2
 from ..scalars import PREFILL_CHUNK_SIZE, parse_bytes, parse_tokens
 from .console import UsageError, consoles, exit_codes, json_line, note
 from .options import DType, parsed
@@ -102,7 +102,10 @@ def plan(
         config, machine = load_config(model), this_machine(*memory)
         chunk = prefill_chunk_size or default_chunk(machine.device_bytes > 0)
         cost = model_cost(config, None if dtype is None else getattr(torch, dtype), batch_size, chunk)
-        cost = replace(cost, continuations=continuations)
+        # What is printed runs as it is: with a GGUF file, and with the name that was asked for where it is known.
+        name = model if model == SMOLLM2 or cost.name not in SHAPES else cost.name
+        is_gguf = model.lower().endswith(".gguf")  # which is dequantized while it is read
+        cost = replace(cost, name=name, comes_quantized=cost.comes_quantized or is_gguf, continuations=continuations)
         plans = make_plans(cost, tokens or min(DEFAULT_CONTEXT, cost.max_context), machine)
         if measure:
             plans = measured_plans(config, cost, plans, lambda each: note(notes, f"measuring {plan_name(each)}"))

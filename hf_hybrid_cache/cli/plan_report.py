@@ -1,9 +1,10 @@
 """The text of `hf-hybrid-cache plan`: the answer first, then the code, then the table of all plans."""
 
 import shlex
+import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from rich import box
@@ -13,7 +14,7 @@ from rich.table import Table
 from ..planning import Machine, Measured, Plan
 from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
-from ..planning.plans import recommendations, why_nothing_fits
+from ..planning.plans import make_plans, recommendations, recommended, why_nothing_fits
 from ..scalars import duration_text
 from .console import print_json, write
 
@@ -92,6 +93,8 @@ class Report:
         farthest = f"up to {best.longest_context:,} fit"
         yield _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {farthest}")
         yield _filled(f"Recommended: {plan_name(best)}. {_speed(best)}It takes {_memory(best)}.")
+        if self.machine.device_bytes and best.strategy == Strategy.CPU:
+            yield _filled(f"The GPU is not used: {self._why_not_on_the_gpu()}")
         if command := self._command(best):
             yield f"\n{command}"
         yield f"\n{best.code}"
@@ -102,6 +105,36 @@ class Report:
             yield self._command(other) or "\n".join(line for line in other.code.splitlines() if line not in known)
         if any(each.weights == 4 for each in self.chosen):
             yield f"\n{_WANT_CALIBRATION}"
+
+    def _why_not_on_the_gpu(self) -> str:
+        """Say what plans with the model on the GPU lack, and which weights of another library would fit there."""
+        model, context, on_gpu = (
+            self.cost,
+            self.chosen[0].context,
+            [p for p in self.plans if p.strategy != Strategy.CPU],
+        )
+        if on_gpu:
+            nearest = min(on_gpu, key=lambda plan: plan.short_device_bytes + plan.short_host_bytes)
+            short = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
+            missing = " and ".join(f"{_gibibytes(size)} GiB of {where} memory" for where, size in short.items() if size)
+            why = f"the plan there that is nearest ({plan_name(nearest)}) is short of {missing}."
+        else:
+            needed = model.weight_bytes + model.least_working_bytes + RUNTIME_BYTES
+            why = (
+                f"with weights as they are, a chunk of the prompt and the process, {_gibibytes(needed)} GiB would be "
+                "there before any keys and values."
+            )
+        for bits in () if model.comes_quantized else sorted(model.quantized_weights, reverse=True):
+            few = replace(model, weight_bytes=model.quantized_weights[bits].num_bytes, quantized_weights={})
+            fitting = recommended(make_plans(few, context, self.machine))
+            if fitting is not None and fitting.strategy != Strategy.CPU:
+                states = "as they are" if BITS.get(fitting.cache) is None else f"in {BITS[fitting.cache]} bits"
+                return (
+                    f"{why} Weights in {bits} bits of another library (bitsandbytes, GPTQ), about "
+                    f"{_gibibytes(few.weight_bytes)} GiB, fit there, with keys and values {states} "
+                    f"({fitting.cache}, {fitting.strategy}): see docs/weights.md."
+                )
+        return why
 
     def _command(self, plan: Plan) -> str | None:
         """The command that runs a plan; `None` where only Python can."""
@@ -175,7 +208,7 @@ def _memory(plan: Plan) -> str:
 
 def _table(plans: list[Plan], bits_as_is: int) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("cache")
+    table.add_column("cache", overflow="fold")
     table.add_column("")
     are_measured = any(plan.measured for plan in plans)
     times = ("first\ntoken", "tokens/s") if are_measured else ()
@@ -199,7 +232,8 @@ def _table(plans: list[Plan], bits_as_is: int) -> Table:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
+    width = min(80, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _gibibytes(num_bytes: int) -> str:

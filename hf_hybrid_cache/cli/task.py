@@ -50,12 +50,12 @@ class Task:
         Raises:
             PromptError: the documents do not fit, or there is no place for a system message.
         """
-        from ..chat import Chat, ChatTemplate
+        from ..chat import Chat, ChatTemplate, context_length, room_for_answer
 
         leave = None
         if self.question is not None:  # documents leave no more room than it takes with its answer
             asked = ChatTemplate(loaded.tokenizer, self.prompt.system).conversation([self.question], document=[])
-            leave = len(asked) + self.settings.max_new_tokens
+            leave = len(asked) + room_for_answer(context_length(loaded.model), self.settings.max_new_tokens)
         given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
         given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
         return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
@@ -80,13 +80,16 @@ def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> No
     document, documents = chat.document, chat.documents
     if documents is None:
         return
-    note(notes, f"{documents.counted}: read {document.counts} tokens")
+    note(notes, f"{documents.counted}: {document.counts} tokens")
     write_notice(document, why, out)
 
 
-def why_no_more(chat: "Chat", context: int | None) -> str:
-    """The reason why no more of the documents is read; `context` is the value of --context."""
-    return f"the model's context is {chat.context:,}" if context is None else f"--context {context:,}"
+def why_no_more(chat: "Chat") -> str:
+    """The reason why no more of the documents is read."""
+    if chat.cut_at is not None:
+        return f"--context {chat.cut_at:,}"
+    left = chat.context - len(chat.document.token_ids)
+    return f"the model's context is {chat.context:,}, of which {left:,} are left to ask and answer"
 
 
 def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:
@@ -115,6 +118,7 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
         **answer_fields(answer),
         "document_tokens": document.tokens,
         "read_tokens": document.read_tokens,
+        "stored_tokens": 0 if chat.reuse is None else chat.reuse.num_tokens,
         "first_token_seconds": round(answer.first_token_seconds, 3),
         "tokens_per_second": None if rate is None else round(rate, 2),
         "kv_device_bytes": device_bytes,

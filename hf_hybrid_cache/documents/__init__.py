@@ -1,13 +1,25 @@
-"""The documents of a prompt: text, PDF, Word files, HTML and mails, from files, folders and standard input."""
+"""The documents of a prompt: text, PDF, Word files, HTML and mails, from files, folders, the web and standard input."""
 
 from .formats import DocumentError
-from .reading import Document, Documents, files_in, read_bytes, read_documents, read_text, require_documents
+from .reading import (
+    Document,
+    Documents,
+    files_in,
+    is_on_the_web,
+    piped_documents,
+    read_bytes,
+    read_documents,
+    read_text,
+    require_documents,
+)
 
 __all__ = [
     "Document",
     "DocumentError",
     "Documents",
     "files_in",
+    "is_on_the_web",
+    "piped_documents",
     "read_bytes",
     "read_documents",
     "read_text",

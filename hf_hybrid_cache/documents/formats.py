@@ -32,6 +32,8 @@ _JAPANESE = re.compile(rb"\x1b\$[@B]")  # the escapes of ISO-2022-JP
 _CDATA = re.compile(
     r"<(script|style)\b.*?(?:</\1|\Z)|<!--.*?(?:-->|\Z)|<!\[CDATA\[(.*?)(?:\]\]>|\Z)", re.IGNORECASE | re.DOTALL
 )
+# Suffixes of formats that are told by their content.
+_OTHERWISE = {".pdf": "a PDF", ".docx": "a Word file"}
 _SUFFIXES = {".html", ".htm", ".xhtml"}
 _STYLE = "translate(@style, 'DISPLAYVBHEN \t\r\n', 'displayvbhen')"
 _NOT_SHOWN = (
@@ -56,6 +58,8 @@ class DocumentError(HybridCacheError, ValueError):
 def text_of(name: str, content: bytes, remark: Callable[[str], None]) -> str:
     """Extract the text that a reader of the document sees; remarks say what it lacks, and how it was guessed."""
     kind, package, advice, extract = next(entry[1:] for entry in _FORMATS if entry[0](name, content))
+    if (suffix := PurePath(name).suffix.lower()) in _OTHERWISE and kind != _OTHERWISE[suffix]:
+        remark(f"{name}: not {_OTHERWISE[suffix]}, in spite of its name, so read as {kind}")
     try:
         text = extract(name, content, remark)
     except ImportError as error:

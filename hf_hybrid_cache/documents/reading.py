@@ -1,16 +1,26 @@
-"""Files, folders and standard input, in the order in which they are named."""
+"""Files, folders, pages of the web and standard input, in the order in which they are named."""
 
 import os
+import re
+import stat
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
+from .._version import __version__
 from .formats import MOST_TEXT, DocumentError, decoded, is_pdf, text_of
 
-_STANDARD_INPUT = "-"
+_STANDARD_INPUT, _SHOWN_STANDARD_INPUT = "-", "standard input"
 _MOST_BYTES = 256 * 2**20  # of a file: it is held in memory
+_ADDRESS = re.compile(r"(\w[\w+.-]*)://")
+# A server that says nothing for so long has failed.
+_SILENT_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,10 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
         path = Path(folder or "", name)
         if not name.strip():
             raise DocumentError(f"{name!r} is not the name of a document: give that of a file or a folder.")
+        if address := _ADDRESS.match(name):
+            if not is_on_the_web(name):
+                raise DocumentError(f"{name}: of addresses those of http and https are read, not of {address[1]}.")
+            continue
         if folder is None and name == _STANDARD_INPUT:
             if sys.stdin is None:
                 raise DocumentError("Standard input is closed: let it come from a file or a pipe.")
@@ -86,18 +100,47 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
             raise DocumentError(f"{_printable(path)} is a device, a pipe or a socket, which may have no end. {way_out}")
 
 
+def is_on_the_web(name: str) -> bool:
+    """Whether the name of a document is an address that is fetched."""
+    address = _ADDRESS.match(name)
+    return address is not None and address[1].lower() in ("http", "https")
+
+
+def piped_documents(remark: Callable[[str], None]) -> Documents | None:
+    """
+    Read what another program or a file gives on standard input.
+
+    Args:
+        remark: is told before it is waited for.
+
+    Returns:
+        `None` where standard input is a terminal, a device such as /dev/null, closed or empty.
+
+    Raises:
+        DocumentError: it cannot be read.
+    """
+    if sys.stdin is None:
+        return None
+    with suppress(OSError):  # it has no number
+        if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):
+            return None
+    remark("the document is standard input, as no --document names another")
+    content = read_bytes(None)
+    return Documents((_document(_SHOWN_STANDARD_INPUT, content, 0, remark),), ()) if content.strip() else None
+
+
 def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: Path | None = None) -> Documents:
     """
     Read files and folders; the files of a folder are sorted by their paths, and each file is read once.
 
     Args:
-        names: files and folders, and `-` for standard input.
+        names: files, folders and addresses (http, https), and `-` for standard input.
         remark: receives how many files of a folder were read, and which were skipped.
         folder: names are relative to it, and standard input is not read; `None` for the working directory.
 
     Raises:
         DocumentError: a file that is named cannot be read, or no document can; a file has more than 256 MiB, or all
-            of them together 64 Mi characters of text.
+            of them together 64 Mi characters of text; an address gives nothing.
     """
     require_documents(names, folder)
     documents: dict[str, Document] = {}  # by real path
@@ -107,35 +150,35 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
         skipped.append(why)
         remark(f"left out: {why}")
 
-    def read(path: Path | None, name: str) -> None:
-        place = os.path.realpath(path or _STANDARD_INPUT)
+    def read(place: str, name: str, content: Callable[[], bytes]) -> None:
         if place in documents:
             skip(f"{name} was read before.")
         else:
-            text = text_of(name, read_bytes(path), remark)
-            total = len(text) + sum(len(document.text) for document in documents.values())
-            if total > MOST_TEXT:
-                limit = f"at most {MOST_TEXT:,} characters are read: give a part of it, or fewer documents"
-                raise DocumentError(f"With {name} there are {total:,} characters of text, and {limit}.")
-            documents[place] = Document(name, text)
+            before = sum(len(document.text) for document in documents.values())
+            documents[place] = _document(name, content(), before, remark)
+
+    def read_file(path: Path, name: str) -> None:
+        read(os.path.realpath(path), name, partial(read_bytes, path))
 
     for name in names:
         path = Path(folder or "", name)
-        if folder is None and name == _STANDARD_INPUT:
-            read(None, "standard input")
+        if is_on_the_web(name):
+            read(name, name, partial(_fetched, name))
+        elif folder is None and name == _STANDARD_INPUT:
+            read(name, _SHOWN_STANDARD_INPUT, partial(read_bytes, None))
         elif not path.is_dir():
-            read(path, _printable(name))
+            read_file(path, _printable(name))
         else:
             num_read, num_skipped = len(documents), len(skipped)
             for file in files_in(path):
                 shown = _printable(Path(name, file.relative_to(path)))
-                if file.is_dir():
+                if os.path.isdir(file):
                     skip(f"{shown} is a linked or protected folder: give it as a document, too.")
-                elif not file.is_file():
+                elif not os.path.isfile(file):
                     skip(f"{shown} is not a file, or a link to none.")
                 else:
                     try:
-                        read(file, shown)
+                        read_file(file, shown)
                     except DocumentError as error:
                         skip(str(error))
             counts = f"{len(documents) - num_read:,}; left out: {len(skipped) - num_skipped:,}"
@@ -180,18 +223,53 @@ def read_bytes(path: Path | None) -> bytes:
     Raises:
         DocumentError: it cannot be read, or has more than 256 MiB.
     """
-    shown = _printable(path or "standard input")
+    shown = _printable(path or _SHOWN_STANDARD_INPUT)
     try:
         with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # no file can have a name with a null character
         why = getattr(error, "strerror", error)
         raise DocumentError(f"Cannot read {shown}: {why}.") from error
+    return _small_enough(shown, content)
+
+
+def _fetched(address: str) -> bytes:
+    """Fetch a page or a file; text begins with a mark of UTF-8 where the server names another encoding."""
+    request = urllib.request.Request(address, headers={"User-Agent": f"hf_hybrid_cache/{__version__}"})
+    try:
+        with urllib.request.urlopen(request, timeout=_SILENT_SECONDS) as answer:
+            content, headers = answer.read(_MOST_BYTES + 1), answer.headers
+    except HTTPError as error:
+        error.close()
+        raise DocumentError(f"Cannot read {address}: {error}.") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise DocumentError(f"Cannot read {address}: {getattr(error, 'reason', error)}.") from error
+    content = _small_enough(address, content)
+    charset = headers.get_content_charset("utf-8")
+    if headers.get_content_maintype() == "text" and charset != "utf-8":
+        with suppress(LookupError, UnicodeError):
+            content = content.decode(charset).encode("utf-8-sig")
+    if headers.get_content_type() == "text/html" and not content.startswith(b"\xff\xfe"):
+        mark = b"\xef\xbb\xbf" * content.startswith(b"\xef\xbb\xbf")
+        content = mark + b"<!doctype html>" + content.removeprefix(mark)
+    return content
+
+
+def _small_enough(shown: str, content: bytes) -> bytes:
     if len(content) > _MOST_BYTES:
         raise DocumentError(
             f"{shown} has more than {_MOST_BYTES // 2**20} MiB, which are read at most: give parts of it."
         )
     return content
+
+
+def _document(name: str, content: bytes, before: int, remark: Callable[[str], None]) -> Document:
+    """The document of some bytes; raises `DocumentError` if it has too much text after so many characters."""
+    text = text_of(name, content, remark)
+    if (total := before + len(text)) > MOST_TEXT:
+        limit = f"at most {MOST_TEXT:,} characters are read: give a part of it, or fewer documents"
+        raise DocumentError(f"With {name} there are {total:,} characters of text, and {limit}.")
+    return Document(name, text)
 
 
 def _printable(name: str | Path) -> str:

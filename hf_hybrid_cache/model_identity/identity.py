@@ -11,6 +11,9 @@ from ..errors import HybridCacheError
 
 # The field with the rank of a process that keeps a shard.
 RANK = "rank"
+# The field with the codecs of a quantized cache.
+_CODECS = "codecs"
+_WORD = re.compile(r"[^\s=]+=\[[^]]*\]|\S+")  # such as "4-9:" and "bits=[4, 4]"
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{8,}\b")
 
 
@@ -50,7 +53,10 @@ class Identity:
         Args:
             other: the identity that is there.
         """
-        here, there = self.fields, other.fields
+        here, there = dict(self.fields), dict(other.fields)
+        if _CODECS in here and _CODECS in there and here[_CODECS] != there[_CODECS]:
+            ours, theirs = here[_CODECS], there[_CODECS]
+            here[_CODECS], there[_CODECS] = _codecs_text(ours, theirs), _codecs_text(theirs, ours)
         return [
             _DIGEST.sub(r"\1…", f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here")
             for name in dict.fromkeys((*here, *there))
@@ -73,6 +79,15 @@ class Identity:
         if not isinstance(fields, dict) or not all(isinstance(each, str) for each in fields.values()):
             raise ValueError(f"This is no identity of a model: {text[:80]!r}.")
         return Identity(tuple(fields.items()))
+
+
+def _codecs_text(codecs: str, others: str) -> str:
+    """The words for codecs that others do not have; where those are of full precision, the bits."""
+    if codecs == "none":
+        return "full precision"
+    known = _WORD.findall(others)
+    words = [each for each in _WORD.findall(codecs) if (each not in known and others != "none") or "bits=" in each[:5]]
+    return re.sub(r"bits=\[(\d+), \1\]|bits=(\d+)", r"\1\2 bits", " ".join(words))
 
 
 def digest_of(tree: Any) -> str:

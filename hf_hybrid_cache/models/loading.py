@@ -199,8 +199,10 @@ def read_model(name: str, read: Callable[..., _T], known: Iterable[str]) -> _T:
         if is_offline_mode() and not is_here:
             message += " HF_HUB_OFFLINE is set."
         by_short_name = {each.rpartition("/")[2].lower(): each for each in known}
-        for like in difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short_name, n=1, cutoff=0.75):
-            message += f" Did you mean {by_short_name[like]}?"
+        # What has no owner is rather meant to be one of ours.
+        cutoff = 0.75 if "/" in name else 0.6
+        for like in difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short_name, n=1, cutoff=cutoff):
+            message = f"There is no model {name} here. Did you mean {by_short_name[like]}? {message}"
         raise ModelLoadError(message) from error
 
 

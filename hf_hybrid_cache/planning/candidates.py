@@ -11,6 +11,7 @@ import torch
 from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import LEAST_DEVICE_TOKENS, Placement
+from ..models.shapes import SMOLLM2
 from ..scalars import PREFILL_CHUNK_SIZE
 from ..storage import GRANULE, KVCodec, available_host_bytes
 from .cache_cost import CacheCost, Held, cache_cost, stock_cost
@@ -150,6 +151,13 @@ class Candidate:
             ours.append("QuantizedWeightsConfig")
             only = ", only_experts=True" if self.experts_on_host else ""
             loading.append(f"quantization_config=QuantizedWeightsConfig(bits={self.weights}{only})")
+        is_loaded_by_us = model.name == SMOLLM2 or model.name.lower().endswith(".gguf")
+        if is_loaded_by_us:
+            loading[1] = f"dtype=torch.{dtype}"
+            loaded = f"model, tokenizer = load({', '.join(loading)})"
+        else:
+            loaded = f"model = AutoModelForCausalLM.from_pretrained({', '.join(loading)})"
+        of_transformers = ["AutoModelForCausalLM"] * (not is_loaded_by_us) + ["DynamicCache"] * is_stock
         if self.experts_on_host:
             ours.append("move_experts_to_host")
             to_few_bits = f", bits={self.weights}" if is_quantized and model.comes_quantized else ""
@@ -171,10 +179,12 @@ class Candidate:
             of_weights = "" if self.weights is None else f"weights={self.weights}"
             generate.append(f"custom_generate=DecodeOnCPU({of_weights})")
         lines = [
-            f"from transformers import AutoModelForCausalLM{', DynamicCache' if is_stock else ''}",
+            *["import torch"] * is_loaded_by_us,
+            *([f"from transformers import {', '.join(of_transformers)}"] if of_transformers else []),
             *([f"from hf_hybrid_cache import {', '.join(sorted(ours))}"] if ours else []),
+            *["from hf_hybrid_cache.models import load"] * is_loaded_by_us,
             "",
-            f"model = AutoModelForCausalLM.from_pretrained({', '.join(loading)})",
+            loaded,
             *prepared,
             f"cache = {name}({', '.join(options)})",
             *read,

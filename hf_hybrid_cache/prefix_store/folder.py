@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple, Self
 import numpy as np
 
 from ..files.tensor_file import CacheFileError, Section
+from ..scalars import bytes_text
 from ..system.durable_files import sync_folder
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import end_digests, identity_digest, num_common
@@ -31,7 +32,6 @@ _NODES, _LOCK = f"nodes-{VERSION}", "lock"
 _OLD_NAMES, _OTHER_NODES = {"prompts.sqlite", "index"}, "nodes"
 # Of those that follow a match the ones used last are compared with a prompt, 0.5 ms each.
 _MOST_COMPARED = 32
-_GIB = 2**30
 
 
 class Match:
@@ -279,12 +279,13 @@ class Folder:
             removable += node.num_bytes
             if removable >= excess and self._delete(going):
                 return
-        limit = "" if self._max_bytes == math.inf else f" of {self._max_bytes / _GIB:.2f}"
+        limit = "" if self._max_bytes == math.inf else f" of {bytes_text(self._max_bytes)}"
+        of_disk = f"the disk has {bytes_text(free)}, of which {bytes_text(self._min_free_bytes)} stay free"
         raise PrefixStoreFullError(
             self.path,
-            f"has no room for {num_bytes / _GIB:.2f} GiB more: it has {used / _GIB:.2f}{limit} GiB, "
-            f"{removable / _GIB:.2f} GiB of that can be removed, and the disk has {free / _GIB:.2f} GiB, of which "
-            f"{self._min_free_bytes / _GIB:.2f} GiB stay free. Raise max_bytes, free some, or close what is in use.",
+            f"has no room for {bytes_text(num_bytes)} more: it has {bytes_text(used)}{limit}, of which "
+            f"{bytes_text(removable)} can be removed, and {of_disk}. "
+            "Raise max_bytes, free some, or close what is in use.",
         )
 
     def _delete(self, going: Sequence[Node], by_force: bool = False) -> bool:

@@ -303,7 +303,7 @@ class PrefixStore(StoredPrompts):
             self._folder.remove_damaged(name)
         return list(damages.values())
 
-    def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
+    def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int = 0) -> str:
         """
         Tell what of a prompt is stored, and what keeps the nearest other states from being used.
 
@@ -311,12 +311,13 @@ class PrefixStore(StoredPrompts):
             model: of the prompt.
             input_ids: of the prompt, `[1, tokens]` or a list.
             cache: for it, empty.
+            document_tokens: see `prefill`.
 
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
             PrefixStoreFolderError: the folder cannot be read.
         """
-        prompt = Prompt.to_read(model, input_ids, cache, self._identity)
+        prompt = Prompt.to_read(model, input_ids, cache, self._identity, document_tokens)
         match, reuse = find(self._folder, prompt)
         match.close()
         return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, reuse.num_tokens)])

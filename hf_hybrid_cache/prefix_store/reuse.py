@@ -167,7 +167,8 @@ def obstacles(stored: Iterable[StoredPrompt], prompt: Prompt, num_tokens: int) -
         common = num_common(each.token_ids, wanted)
         if common > lines.get(reason, num_tokens):
             lines[reason] = common
-    return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in lines.items()]
+    longest_first = sorted(lines.items(), key=lambda line: -line[1])
+    return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in longest_first]
 
 
 class Keeper:

@@ -20,6 +20,7 @@ from chat.talks import (
     LONG,
     QUESTIONS,
     SETTINGS,
+    TEXT,
     before_each_pass,
     chat_of,
     generated,
@@ -126,6 +127,33 @@ def test_ctrl_c_while_a_document_is_read_keeps_what_was_read():
         chat.read()
     assert 0 < chat.cache.get_seq_length() < len(chat.token_ids)
     assert said(chat, "Who?") == expected
+
+
+def test_documents_that_are_added_come_before_all_questions(tmp_path: Path):
+    paths = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    for number, path in enumerate(paths):
+        path.write_text(f"{TEXT} {number}")
+    chat = chat_of(documents=paths[:1], bits=8, store=tmp_path / "prompts")
+    asked = chat_of(documents=paths, bits=8)
+    answers = [said(each, "Who?") for each in (chat, asked)]
+    chat.attach(paths[1:])
+    assert (len(chat.turns), [part.document for part in chat.document.parts]) == (1, [*map(str, paths)])
+    assert prompt_of(chat) == prompt_of(asked)
+    chat.undo()
+    assert said(chat, "Who?") == answers[1] != answers[0]
+    resumed = Chat.resume(model_of(), tokenizer(), tmp_path / "prompts", progress=False)
+    with pytest.raises(PromptError, match="The text of this conversation's document is not kept"):
+        resumed.attach(paths[1:])
+    alone = chat_of(documents=(), context=50)
+    said(alone, "Who?")
+    alone.attach(paths[:1])
+    assert (alone.document.read_tokens, alone.cut_at, len(alone.turns)) == (50, 50, 1)
+    full = chat_of(model_of("llama", 400), documents=())
+    said(full, "Who? " * 68)
+    before = full.token_ids
+    with pytest.raises(PromptError, match="tokens are left for the document"):
+        full.attach(paths[:1])
+    assert (full.token_ids, full.documents) == (before, None)
 
 
 def test_a_full_context_ends_answers_and_refuses_questions_and_messages():

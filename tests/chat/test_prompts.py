@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_hybrid_cache.chat import ChatTemplate, PromptError
+from hf_hybrid_cache.chat import AnswerSettings, ChatTemplate, PromptError
 from hf_hybrid_cache.documents import Document, Documents
 
 from chat.talks import (
@@ -90,6 +90,10 @@ def test_a_document_leaves_room_for_an_answer_and_more():
     for leave in range(100, 130):
         chat = chat_of(model_of("llama", 300), leave=leave)
         assert leave <= chat.num_free <= leave + 4
+    longest = Documents((Document("longest.txt", TEXT * 30),), ())
+    for most, new_tokens, left in ((4096, 9, 9 + 256), (4096, 4000, 512 + 256), (2048, 4000, 512 + 128)):
+        chat = chat_of(model_of("llama", most), longest, settings=AnswerSettings(new_tokens))
+        assert left <= chat.num_free <= left + 4
     chat = chat_of(context=50)
     assert chat.document.read_tokens == 50
     with pytest.raises(PromptError, match="400 tokens are left to questions and answers, and the model's context is"):

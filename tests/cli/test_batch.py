@@ -305,17 +305,55 @@ def test_a_question_for_which_memory_ends_fails_alone(batch: Batch, monkeypatch:
 
 def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     batch.run()
-    written = batch.out.read_bytes()
-    batch.out.write_bytes(written.replace(b', "top_k": null, "stop": null', b""))  # as before there were these options
-    assert "8 of 8 questions were answered before" in batch.run().stderr
-    for options, reason in [
-        (["--bits", "4"], "given with cache=dynamic, not quantized"),
-        (["--stop", "w1"], "given with stop=None, not ['w1']"),
-        (["--temperature", "0.7", "--top-k", "3"], "given with sampling="),
-    ]:
-        assert reason in batch.run(*options, exit_code=2).stderr
+    written, beside = batch.out.read_bytes(), batch.out.with_name("answers.settings.jsonl")
+    (settings,) = {json.dumps(json.loads(line)["settings"]) for line in beside.read_text().splitlines()}
+    (digest,) = {answer["settings"] for answer in batch.answers()}
+    # As versions before wrote it, which had fewer options.
+    in_each = settings.replace(', "top_k": null, "stop": null', "")
+    assert settings != in_each
+    for content in (written, written.replace(f'"{digest}"'.encode(), in_each.encode())):
+        batch.out.write_bytes(content)
+        assert "8 of 8 questions were answered before" in batch.run().stderr
+        for options, reason in [
+            (["--bits", "4"], "has 8 answers that were given with cache=dynamic, not quantized. Add --again"),
+            (["--stop", "w1"], "given with stop=None, not ['w1']"),
+            (["--temperature", "0.7", "--top-k", "3"], "given with sampling="),
+        ]:
+            assert reason in batch.run(*options, exit_code=2).stderr
+        assert batch.out.read_bytes() == content
+    beside.unlink()
+    batch.out.write_bytes(written)
+    assert "given with other settings" in batch.run("--bits", "4", exit_code=2).stderr
     batch.out.write_bytes(written.replace(b'"answer": ', b'"answer": "w1", "answer": ', 1))
     assert "line 1: not an answer of this command (the key 'answer' is given twice)." in batch.run(exit_code=2).stderr
+
+
+def test_answers_of_other_options_are_asked_again_if_told_so(batch: Batch):
+    batch.run()
+    before = batch.texts()
+    batch.ask(["long.txt", "short.txt"], *TEXTS[:2])
+    said = batch.run("--again", "--bits", 8).stderr
+    assert "4 of 4 questions are asked again, because" in said
+    assert "answers to questions that are not asked any more: 4" in said
+    assert batch.texts().keys() == before.keys()
+    assert len({answer["settings"] for answer in batch.answers()}) == 2
+    assert "4 of 4 questions were answered before" in batch.run("--bits", 8).stderr
+    assert "4 of 4 questions were answered before" in batch.run("--again", "--bits", 8).stderr
+    earlier = map(json.loads, batch.out.with_name("answers.earlier.jsonl").read_text().splitlines())
+    assert [each["answer"] for each in earlier] == [before[key] for key in batch.texts() if key[1] in TEXTS[:2]]
+
+
+def test_a_limit_of_reading_keeps_answers_about_what_is_read_whole(batch: Batch):
+    batch.ask(["long.txt", batch.document("too_long.txt", 600)], "w1")
+    assert "Pass --context to read only the start" in batch.run(exit_code=1).stderr
+    whole = batch.by_question()["long.txt", "w1"]
+    assert "1 of 2 questions were answered before" in batch.run("--context", 400).stderr
+    assert [each["read_tokens"] for each in batch.answers()] == [300, 400]
+    assert batch.by_question()["long.txt", "w1"] == whole
+    assert "2 of 2 questions were answered before" in batch.run("--context", 400).stderr
+    for other in ([], ["--context", 200]):
+        assert "Add --again" in batch.run(*other, exit_code=2).stderr
+    assert "2 of 2 questions are asked again" in batch.run("--context", 200, "--again").stderr
 
 
 def test_answers_stay_when_the_disk_is_full(batch: Batch):

@@ -1,9 +1,10 @@
 """Conversations with a tiny random model: the commands, the remarks on answers, and going on with what is stored."""
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat
+from hf_hybrid_cache.cli.chat_commands import COMMANDS
 from hf_hybrid_cache.cli.console import without_controls
 
-from .commands import SHORT, error_of, run, without_heavy
-from .terminals import CTRL_C, CTRL_D, PROMPT, Terminal
+from .commands import SHORT, error_of, lines, run, without_heavy
+from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, Terminal
 from common.soak import search_at_random
 from models.byte_tokenizer import model_in
 from models.word_tokenizer import word_tokenizer
@@ -30,6 +32,7 @@ TEXT = "It was signed by Ada in London."
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "report.txt"
     path.write_text(TEXT)
+    path.with_name("b c.txt").write_text("Bob was there.")
     return path
 
 
@@ -52,6 +55,8 @@ TYPED: dict[str, Callable[[Chat], Any]] = {
     "/retry": lambda chat: chat.ask(chat.undo()) if chat.turns else None,
     "/undo": lambda chat: chat.undo() and None,
     "/forget": lambda chat: chat.forget(),
+    "/document 'b c.txt'": lambda chat: chat.attach(["b c.txt"]),
+    "/document b c.txt": lambda chat: chat.attach(["b c.txt"]),
     "/system Be brief.": lambda chat: setattr(chat, "system", "Be brief."),
     "/set max_new_tokens 9": set_to(max_new_tokens=9),
     "/set stop e": set_to(stop=("e",)),
@@ -63,6 +68,8 @@ TYPED: dict[str, Callable[[Chat], Any]] = {
 IN_VAIN = {
     "/set temperature hot": "temperature must be a number, got 'hot'.",
     "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
+    "/document": "Say which document it is: /document FILE",
+    "/document missing.txt": "Cannot read missing.txt: No such file",
     "/system": "Say what the message is: /system TEXT",
     f"/system {'brief ' * 12_000}": "context is 65,536: the message is not set",
     "/save file": "There is no /save.\n/stats ",
@@ -76,20 +83,28 @@ IN_VAIN = {
     end=st.sampled_from(["/quit", "/bye", "exit"]),
 )
 def test_any_conversation_prints_the_answers_of_the_engine(lines: list[str], end: str, model: Path, report: Path):
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    settings = AnswerSettings(5, temperature=0.8, top_p=0.9, seed=3)
-    chat, expected = Chat(loaded, tokenizer, [report], settings=settings, progress=False, bits=8), ""
-    for line in lines:
-        answer = TYPED.get(line, lambda _: None)(chat)
-        expected += "" if answer is None else without_controls("".join(answer)) + "\n"
-    options = ["--bits", "8", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
-    talk = converse(model, ["--document", report, *options], *lines, end, "Never asked?")
-    assert talk.stdout == expected
-    assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
+    with contextlib.chdir(report.parent):
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        settings = AnswerSettings(5, temperature=0.8, top_p=0.9, seed=3)
+        chat, expected = Chat(loaded, tokenizer, [report], settings=settings, progress=False, bits=8), ""
+        for line in lines:
+            answer = TYPED.get(line, lambda _: None)(chat)
+            expected += "" if answer is None else without_controls("".join(answer)) + "\n"
+        options = ["--bits", "8", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]
+        talk = converse(model, ["--document", report, *options], *lines, end, "Never asked?")
+        assert talk.stdout == expected
+        assert [line for line in lines if IN_VAIN.get(line, "") not in talk.stderr] == []
+
+
+def test_the_page_lists_what_can_be_typed_and_set():
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    rows = page.partition("| typed |")[2].partition("\n\n")[0]
+    names = [*COMMANDS, *(field.name for field in fields(AnswerSettings))]
+    assert [name for name in names if f"`{name}`" not in rows] == []
 
 
 def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
-    quoted, of_settings = '"""\n/quit\nnow\n"""', ("/set temperature 0.5", "/set temperature", "/set")
+    quoted, of_settings = '"""\n/quit\nnow\n"""', ("/set temperature 0.5", "/set temperature", "/set stop END")
     talk = converse(model, [], "/retry", "Who?", "/retry", quoted, "/undo", "/undo", "/undo", "/forget", *of_settings)
     assert "taken back: /quit\nnow" in talk.stderr
     assert talk.stderr.count("taken back: Who?") == 1
@@ -97,7 +112,7 @@ def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
     assert "ended at --max-new-tokens 5: /set max_new_tokens 10 allows more" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0\n")
+    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0, stop 'END'\n")
     source = ["--document", report, "--bits", "8", "--system", "Be brief.", "--stop", "e"]
     asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
     assert run(*asked, *source).stdout == converse(model, source, "Who?").stdout
@@ -154,7 +169,28 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
     for which in (str(first), listed[first - 1].id[:6]):
         assert "last question: Who?" in converse(model, [*resume, which]).stderr
     assert "last question: Who?" in converse(model, resume).stderr  # it was used last
+    ids = {each["title"]: each["id"] for each in lines(run("store", tmp_path, "--json"))}
+    converse(model, [*resume, ids["report.txt: Who?"]], "Why?")
+    assert {each["title"]: each["id"] for each in lines(run("store", tmp_path, "--json"))} == ids
     assert "names none of 2" in error_of("chat", *resume, 9)
+
+
+def test_a_conversation_with_a_name_goes_on_by_it_and_is_exported(model: Path, report: Path, tmp_path: Path):
+    begun = ["--store", tmp_path, "--document", report]
+    for name, question in (("tax", "Who?"), ("law", "Where?")):
+        converse(model, [*begun, "--name", name, "--system", "Be brief."], question)
+    talk = converse(model, ["--store", tmp_path, "--resume", "tax"], "Why?")
+    assert "last question: Who?" in talk.stderr
+    (exported,) = lines(run("store", tmp_path, "--export", "tax", "--json"))
+    asked = [each["content"] for each in exported["messages"]]
+    assert (asked[0], asked[1::2], exported["name"]) == ("Be brief.", ["Who?", "Why?"], "tax")
+    assert without_controls(asked[4]).strip() == talk.stdout.strip()
+    shown = run("store", tmp_path, "--export", exported["id"][:6]).stdout
+    assert re.match(r"# tax\n\n\*\*Who\?\*\*\n\n.*\n\n\*\*Why\?\*\*\n\n", shown, re.DOTALL)
+    assert "has a conversation tax: go on with --resume tax" in error_of("chat", *begun, "--name", "tax")
+    assert "'3' must have letters" in error_of("chat", *begun, "--name", 3)
+    run("store", tmp_path, "--remove", "law")
+    assert "'law' names none of" in error_of("store", tmp_path, "--export", "law")
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")
@@ -188,7 +224,9 @@ def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
         terminal.enter("7")
         terminal.wait_for("'7' names none of 2")
         terminal.enter("2")
+        terminal.type("/stats" + ENTER)  # while the model is loaded
         terminal.wait_for("last question: w3")
+        terminal.wait_for("tokens are taken")
         for _ in range(2):
             terminal.wait_for(PROMPT)
             terminal.type(CTRL_C)

@@ -26,8 +26,10 @@ while True:
     print("given", typed)
     if typed is None:
         break
-    while typed.text == "be busy" and not Path(sys.argv[2]).exists():
+    while typed.text in ("read", "answer") and not Path(sys.argv[2]).exists():
         time.sleep(0.01)
+    if typed.text == "answer":
+        print("dropped", lines.drop(), lines.drop())
 """
 
 
@@ -60,7 +62,7 @@ def test_piped_lines_are_questions_and_commands(monkeypatch: pytest.MonkeyPatch)
     assert said == ['""" began a text that nothing ended: it is not asked.']
 
 
-def test_ctrl_c_clears_a_line_early_keys_are_dropped_and_ctrl_d_ends(tmp_path: Path):
+def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path):
     (tmp_path / "chat_history").mkdir()
     with program(tmp_path) as terminal:
         terminal.wait_for("said What is typed is not kept for the next time: ")
@@ -68,11 +70,18 @@ def test_ctrl_c_clears_a_line_early_keys_are_dropped_and_ctrl_d_ends(tmp_path: P
             terminal.wait_for(PROMPT)
             terminal.type("never asked" + CTRL_C)
             terminal.wait_for("interrupted")
-        terminal.enter("be busy")
-        terminal.wait_for(given("be busy"))
-        terminal.type("too early\nstill too early")
-        terminal.wait_for("still too early")  # the terminal has them
+        terminal.enter("read")
+        terminal.wait_for(given("read"))
+        terminal.type("early\nanswer\n")
+        terminal.wait_for("answer")  # the terminal has them
         (tmp_path / "go").touch()
+        terminal.wait_for(given("early"))
+        (tmp_path / "go").unlink()
+        terminal.wait_for(given("answer"))
+        terminal.type("too early\nstill too early")
+        terminal.wait_for("still too early")
+        (tmp_path / "go").touch()
+        terminal.wait_for("dropped True False")
         terminal.enter(ENTER.join(['"""', "/a", "b", '"""']))
         assert "given" not in terminal.wait_for(given("/a\nb", is_quoted=True))
         terminal.wait_for(PROMPT)

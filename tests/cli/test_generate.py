@@ -20,7 +20,7 @@ from models.word_tokenizer import word_tokenizer
 TEXT = "Nobody said a word. " * 80 + "It was signed by Ada in London."
 FIELDS = (
     "model cache bits weights documents left_out answer finish_reason prompt_tokens answer_tokens document_tokens "
-    "read_tokens first_token_seconds tokens_per_second kv_device_bytes kv_host_bytes"
+    "read_tokens stored_tokens first_token_seconds tokens_per_second kv_device_bytes kv_host_bytes"
 )
 
 
@@ -106,7 +106,7 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert found["kv_device_bytes"] == 0 < found["kv_host_bytes"]
     said = generate(model, "--document", "-", "--question", "Who?", "--weights", 8, typed=TEXT).stderr
     assert "model: float32 on cpu\n" in said
-    assert "\ndocument: read 1,631 of 1,631 tokens\nended at --max-new-tokens 9, which may be raised\n" in said
+    assert "\ndocument: 1,631 of 1,631 tokens\nended at --max-new-tokens 9, which may be raised\n" in said
     assert re.search(r"MiB on the host; weights [\d.]+ MiB in 8 bits\n$", said)
 
 
@@ -118,6 +118,32 @@ def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tm
     assert said in result.stderr.splitlines()
 
 
+# Where documents come from
+
+
+def test_what_is_piped_is_the_document_unless_one_is_named(model: Path, report: Path, folder: Path):
+    named = answered(model, "--document", report, "Who?")
+    piped = answered(model, "Who?", typed=TEXT)
+    assert [each["tokens"] for each in piped["documents"]] == [len(TEXT)]
+    assert piped["answer"] == answered(model, "-q", "Who?", "--document", "-", typed=TEXT)["answer"] == named["answer"]
+    assert answered(model, "Who?", "--document", report, typed="Never read.")["documents"] == named["documents"]
+    assert answered(model, "Who?", typed="\n")["documents"] == []
+    kept = generate(model, "--store", folder, typed=TEXT).stderr
+    assert "the document is standard input, as no --document names another\n" in kept
+    (stored,) = PrefixStore(folder).prompts()
+    assert (stored.title, len(stored.token_ids) >= len(TEXT)) == ("standard input", True)
+    run("generate", "--compare", "--json", *SHORT, "--model", model, "--context", 9, "--max-new-tokens", 1, typed=TEXT)
+
+
+def test_an_option_takes_all_documents_that_follow_it(model: Path, report: Path):
+    (report.parent / "more").mkdir()
+    (report.parent / "more" / "b.txt").write_text("Ada")
+    for given in (["--document", report, report.parent / "more"], [f"--document={report}", report.parent / "more"]):
+        found = answered(model, *given, "--context", 9, "Who?")
+        assert [each["name"] for each in found["documents"]] == [str(report), str(report.parent / "more" / "b.txt")]
+        assert found["prompt_tokens"] == answered(model, *given, "--context", 9, "-q", "Who?")["prompt_tokens"]
+
+
 # Documents that do not fit
 
 
@@ -126,11 +152,17 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     said = generate(small, *asked, "--context", "150").stdout
     begin, end = "[Only the first 150 of the document's 1,631 tokens were read (--context 150). ", "1,481.]\n\n"
     assert said.startswith(f"{begin}The answer knows nothing of the last {end}")
-    assert "tokens were read (the model's context is 512). The" in generate(small, *asked).stdout
+    said = generate(small, *asked, "--max-new-tokens", 490)
+    found = re.search(r"tokens were read \(the model's context is 512, of which (\d+) are left to ask", said.stdout)
+    assert found is not None
+    assert 128 <= int(found[1]) < 160  # a quarter of the context, and the question
+    assert "\nended at the model's context of 512 tokens: --context reads less of a document\n" in said.stderr
+    assert "the model's context is 512" in generate(small, *asked, "--context", 500).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
     given = ["generate", "--model", small, "--device", "cpu"]
     assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
-    assert "3 tokens are left for the document" in error_of(*given, *asked, "--max-new-tokens", "490")
+    assert "tokens are left for the document, and the" in error_of(*given, *asked, "--system", "Be brief. " * 37)
+    assert "--context 9 is of documents, and there is none" in remarks(small, "Who?", "--context", 9)
 
 
 def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
@@ -178,7 +210,16 @@ def test_a_document_in_another_form_is_said_and_explained_if_asked(model: Path, 
     explained = "\n".join(remarks(model, *asked, "--explain"))
     assert re.search(r"the first difference at token 1,\d+: '\?' instead of '[.!]'$", explained, re.MULTILINE)
     report.write_text(TEXT)
-    assert "stored and not used: codecs" in "\n".join(remarks(model, *asked, "--bits", "2", "--explain"))
+    not_used = f"{len(stored.token_ids):,} tokens are stored and not used: codecs: "
+    explained = "\n".join(remarks(model, *asked, "--bits", "2", "--explain", "--quiet"))
+    assert f"{not_used}8 bits there, 2 bits here" in explained
+    assert f"{not_used}full precision there, 2 bits here" in explained
+    taken = answered(model, *asked, "--bits", "2")
+    assert taken["stored_tokens"] == len(stored.token_ids)
+    full_hit = f"{len(stored.token_ids):,} of {len(stored.token_ids):,} tokens from {folder}"
+    assert remarks(model, *asked, "--bits", "2", "--explain", "--quiet") == [full_hit]
+    again = generate(model, *asked[:2], "--store", folder, "--bits", "2").stderr
+    assert f"\n0 tokens are read and kept in {folder} in " in again
 
 
 # Experts in host memory

@@ -26,7 +26,11 @@ MISTAKES = {
     ASKED + "--store-max 20GiB": "error: --store-max is the limit of a prefix store: name its folder with --store.",
     ASKED + "--store f --store-max many": "error: --store-max: 'many' is not a size in bytes",
     # Of `generate`.
-    "generate": "Ask something, such as --question",
+    "generate": "Ask something, such as ",
+    "generate --document a.txt b.txt": "There is no file b.txt. If that is the question: --question b.txt",
+    ASKED + "--document a.txt b.txt": "'b.txt' is no document that is here, and --question asks already: drop one",
+    "generate Why? --prompt-file a.txt": "--prompt-file is the whole prompt: drop it, or --question.",
+    ASKED + "--document file:///a.txt": "file:///a.txt: of addresses those of http and https are read, not of file.",
     "generate --document a.txt": "--store keeps a document without.",
     "generate --document a.txt --store prompts --json": "--json is of an answer: ask something with --question",
     "generate --document a.txt --store .": " is no store and has other files (a.pdf): give a folder of its own.",

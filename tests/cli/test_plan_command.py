@@ -9,7 +9,8 @@ import pytest
 from hf_hybrid_cache.planning.candidates import BITS
 
 from .commands import run
-from models.tiny_models import FAMILIES, tiny_model
+from models.gguf_files import write_gguf
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 LLAMA = ["--model", "meta-llama/llama-3.2-1b", "--context", "128K"]
 CARD = ["--gpu-memory", "8GiB", "--host-memory", "32GiB"]
@@ -55,6 +56,11 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
     (*LLAMA, "--gpu-memory", "6GiB", "--host-memory", "32GiB"): [
         "GPU + host: as much as fits is on the GPU",
         "device_tokens=",
+    ],
+    ("--model", "Qwen/Qwen3-4B", "--context", "32K", *CARD): [
+        "(dynamic, on the CPU). It takes 13.1 GiB of host memory. The GPU is not used: with weights as they are, a",
+        "process, 8.1 GiB would be there before any keys and values. Weights in 8 bits of another library "
+        "(bitsandbytes, GPTQ), about 4.2 GiB, fit there, with keys and values as they are (offloaded, GPU + host)",
     ],
     (*OLMOE, "--host-memory", "16GiB"): [
         "Experts take 12.0 GiB, other weights 0.9.",
@@ -121,6 +127,24 @@ def test_a_local_folder_is_planned_by_its_config_and_its_name_escaped(tmp_path: 
     assert "with 512 tokens" in in_one_line(text)
     assert "--dtype float32" in text
     assert not {"\x1b", "\x85"} & set(text + printed(*local, "--json"))
+
+
+def test_commands_and_programs_run_as_they_are_printed(tmp_path: Path):
+    model = tiny_model("llama")
+    tokens = ["!!", *(chr(32 + index) for index in range(1, model.config.vocab_size))]
+    tokenizer = {"tokenizer_model": "gpt2", "token_list": tokens, "token_merges": ["! !"], "eos_token_id": 1}
+    write_gguf(tmp_path / "tiny.gguf", model, **tokenizer, rope_freq_base=10_000.0)
+    file = str(tmp_path / "tiny.gguf")
+    text = printed("--model", file, "--gpu-memory", "0")
+    assert f"hf-hybrid-cache generate --model {file} --bits 8 --weights 8 " in text
+    for plan in plans_of("--model", file, "--gpu-memory", "0")["plans"]:
+        code, names = plan["code"].replace("=200", "=4"), {"inputs": {"input_ids": random_prompt(1, 70)}}
+        exec(code, names)
+        assert names["cache"].get_seq_length() == 73
+    text = printed("--model", "smollm2-135m", "--gpu-memory", "0")
+    assert "hf-hybrid-cache generate --model smollm2-135m --bits 8" in text
+    assert 'load("smollm2-135m", ' in text
+    assert "--model allenai/OLMoE-1B-7B-0924" in printed("--model", "olmoe-1b-7b-0924", "--gpu-memory", "0")
 
 
 def test_a_model_that_gains_no_memory_is_told(tmp_path: Path):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hf_hybrid_cache import HostMemoryError
 from hf_hybrid_cache.cli import let_waiting_threads_sleep
-from hf_hybrid_cache.cli.console import consoles, exit_codes, write
+from hf_hybrid_cache.cli.console import consoles, end_line, exit_codes, note, write
 from hf_hybrid_cache.errors import HybridCacheError
 
 # The main thread waits for a thread that computes, as it does while a model answers.
@@ -112,7 +112,30 @@ def test_an_error_that_a_user_can_help_is_a_line_and_an_exit_code(capsys: pytest
     with warnings.catch_warnings(), exit_codes(consoles()[1]):
         warnings.simplefilter("always")
         warnings.warn("Decode steps are slow.", stacklevel=1)
-    assert capsys.readouterr().err == "\nwarning: Decode steps are slow.\n"
+    assert capsys.readouterr().err == "warning: Decode steps are slow.\n"
+
+
+def test_a_remark_within_an_answer_is_on_a_line_of_its_own():
+    screen = io.StringIO()
+    out, notes = (Console(file=screen, force_terminal=True, color_system=None) for _ in range(2))
+    for text in ("Ada", " did"):
+        write(out, text)
+    note(notes, "not kept")
+    end_line(out)
+    note(notes, "ended")
+    end_line(out)
+    assert screen.getvalue() == "Ada did\nnot kept\nended\n"
+    piped = Console(file=io.StringIO())
+    end_line(piped)
+    assert piped.file.getvalue() == "\n"
+
+
+def test_remarks_are_plain_where_no_color_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    for wanted, systems in (("", {"standard"}), ("1", {None})):
+        monkeypatch.setenv("NO_COLOR", wanted)
+        assert {each.color_system for each in consoles()} == systems
 
 
 def test_a_text_of_a_model_cannot_steer_the_terminal():

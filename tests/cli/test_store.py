@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.cells import cell_len
+from rich.console import Console
 
 from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.cli.store import existing_store, numbered, table_of
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import error_of, lines, run, without_heavy
@@ -32,6 +35,17 @@ def folder(tmp_path: Path) -> Path:
         model(talk[:, 200:], **cache_argument(cache))
     prefix_store.keep(model, talk, cache, document_tokens=200, title=TITLES[-1], details=details)
     return path
+
+
+def test_a_list_is_as_wide_as_the_terminal_and_begins_all_titles(folder: Path):
+    rows = numbered(existing_store(folder))
+    whole = table_of(rows, Console(width=200, force_terminal=True)).splitlines()
+    for width in (40, 60, 80, 100):
+        told = table_of(rows, Console(width=width, force_terminal=True)).splitlines()
+        assert max(map(cell_len, told)) <= width
+        assert [line.split()[0] for line in told[1:]] == ["1", "2", "3"]
+        assert ["title" in told[0], told[0].split()[0]] == [True, "id"]
+    assert whole == table_of(rows, Console(width=9)).splitlines()  # no terminal: all of it
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:

@@ -5,9 +5,11 @@ import io
 import os
 import re
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from email.message import EmailMessage
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -136,6 +138,7 @@ def texts(tmp_path: Path) -> Path:
             "Über 5 €\nb",
             "not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8",
         ),
+        ("a.pdf", b"Signed.", "Signed.", "not a PDF, in spite of its name, so read as text"),
         ("a.txt", b"\x1b[31mred", "\x1b[31mred", None),
         ("a.txt", '<?xml version="1.0"?>\n<!doctype html><p>café'.encode("utf-16"), "café", None),
         ("a.pdf", WITH_A_FILE, SIGNED, "left out of it: files inside it, 1. Save them"),
@@ -430,6 +433,48 @@ def test_documents_with_more_text_than_any_context_are_refused(texts: Path, monk
 def test_time_of_a_word_file_grows_with_its_size():
     runs = "".join(f"<w:r><w:t>{number},</w:t></w:r>" for number in range(50_000))  # which was minutes, and is a second
     assert text_of("a.docx", word_file(f"<w:p>{runs}</w:p>")).count(",") == 50_000
+
+
+# The type that a server tells of each page, and the content.
+PAGES = {
+    "/page": ("text/html", b"<title>A</title><p>Signed.</p>"),
+    "/latin": ("text/plain; charset=iso-8859-1", "Über 5".encode("latin-1")),
+    "/russian": ("text/html; charset=windows-1251", "<meta charset=utf-8>Да".encode("cp1251")),
+    "/large.txt": ("text/plain", b"x" * 101),
+}
+
+
+class _Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        kind, content = PAGES.get(self.path, ("text/html", b"nothing here"))
+        self.send_response(200 if self.path in PAGES else 404)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_address_is_fetched_as_its_server_describes_it(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_hybrid_cache.documents.reading._MOST_BYTES", 100)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as server, contextlib.ExitStack() as stack:
+        threading.Thread(target=server.serve_forever).start()
+        stack.callback(server.shutdown)
+        at = f"http://127.0.0.1:{server.server_port}"
+        names = [f"{at}/{name}" for name in ("page", "latin", "russian")]
+        remarks: list[str] = []
+        documents = read(*names, names[0], remarks=remarks)
+        assert [each.name for each in documents.files] == names
+        assert [each.text.strip() for each in documents.files] == ["A\n\nSigned.", "Über 5", "Да"]
+        assert remarks == [f"left out: {names[0]} was read before."]
+        assert read_documents(names[:1], print, texts).title == "page"
+        with pytest.raises(DocumentError, match=f"^Cannot read {at}/none: HTTP Error 404: Not Found.$"):
+            read(f"{at}/none")
+        with pytest.raises(DocumentError, match=rf"^{at}/large\.txt has more than 0 MiB"):
+            read(f"{at}/large.txt")
+    with pytest.raises(DocumentError, match=f"^Cannot read {at}/page: .*refused"):
+        read(f"{at}/page")
 
 
 def test_standard_input_is_read_once_whatever_its_format(monkeypatch: pytest.MonkeyPatch):

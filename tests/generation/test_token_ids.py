@@ -43,13 +43,21 @@ def test_a_cache_is_read_saved_and_loaded_with_a_list_of_token_ids(tmp_path: Pat
     cache = prefill(model, ids, DynamicHybridCache(model.config), progress=False)
     assert isinstance(cache, HybridCache)
     cache.save(tmp_path / "a.kv", ids)
-    saved = saved_token_ids(tmp_path / "a.kv")
-    assert saved is not None
-    assert saved.tolist() == [ids]
+    cache.save(tmp_path / "known.kv")
+    for name in ("a.kv", "known.kv"):
+        saved = saved_token_ids(tmp_path / name)
+        assert saved is not None
+        assert saved.tolist() == [ids]
     again = HybridCache.load(tmp_path / "a.kv", model.config, token_ids=[*ids, 1])
     assert again.get_seq_length() == 20
     with pytest.raises(ValueError, match="one for each token that is stored"):
         cache.save(tmp_path / "b.kv", ids[1:])
+    cache.batch_repeat_interleave(2)
+    cache.save(tmp_path / "known.kv")
+    assert torch.equal(saved_token_ids(tmp_path / "known.kv"), torch.tensor([ids, ids]))
+    model.generate(torch.tensor([[*ids, 1], [*ids, 2]]), cache=cache, max_new_tokens=2)
+    cache.save(tmp_path / "known.kv")  # of the answers it does not know the tokens
+    assert saved_token_ids(tmp_path / "known.kv") is None
 
 
 def test_only_public_names_are_in_dir():

@@ -1,6 +1,7 @@
 """Fields and their digest."""
 
 import pickle
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -38,6 +39,16 @@ def test_differences_name_fields_with_the_beginning_of_digests():
         "weights: 03bc0000… there, a81f0000… here",
         "dtype: bfloat16 there, float32 here",
     ]
+    forms = (
+        "none",
+        "0-9: minmax bits=[4, 4] group_size=64",
+        "0-9: minmax bits=[8, 8] group_size=64",
+        "0-9: quanto bits=4",
+    )
+    told = ("full precision there, 4 bits here", "4 bits there, 8 bits here", "minmax 8 bits group_size=64 there")
+    for (before, after), text in zip(pairwise(forms), told, strict=True):
+        (line,) = Identity((("codecs", after),)).differences(Identity((("codecs", before),)))
+        assert line.startswith(f"codecs: {text}")
     assert ONE.differences(ONE) == []
     assert ONE.differences(Identity(ONE.pairs[:2])) == ["layers: nothing there, 0-3 of 4 here"]
 

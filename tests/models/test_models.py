@@ -229,6 +229,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path):
     ("name", "message"),
     [
         *((name, r"There is no folder or file /.*such/folder") for name in ("~/no/such/folder", "such/folder.gguf")),
+        *((name, r"There is no model smol.* here\. Did you mean smollm2-135m\?") for name in ("smolm2", "smollm2")),
         ("smollm-135m", r"Did you mean smollm2-135m\?"),
     ],
 )

@@ -1,0 +1,115 @@
+"""The arguments of a command before they are parsed: a file has defaults, and `--document` takes several documents."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from ..documents import is_on_the_web
+from .console import UsageError, consoles, fail, note
+from .options import EXCLUDING
+
+# Commands whose options stand in the file outside of a table.
+_COMMANDS_OF_MODELS = ("generate", "chat", "batch", "serve")
+# What a conversation that goes on was begun with.
+_OF_BEGUN = ("--model", "--weights", "--experts", "--expert-bits", "--dtype", "--cache", "--bits")
+# Options of which one that is given sets aside the other's default.
+_SET_ASIDE = (
+    *((first, second) for first, second, _ in EXCLUDING),
+    ("--cache", "--bits"),
+    *(("--resume", each) for each in _OF_BEGUN),
+)
+
+
+def defaults_path() -> Path | None:
+    """The file with defaults, which need not exist; `None` where there is no home folder, or none is wanted."""
+    given = os.environ.get("HF_HYBRID_CACHE_DEFAULTS")
+    if given == "":
+        return None
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "hf_hybrid_cache")
+    try:
+        return Path(given or folder / "defaults.toml").expanduser()
+    except RuntimeError:
+        return None
+
+
+class Command(TyperCommand):
+    """A command with defaults of a file, whose `--document` takes each file, folder and address that follows it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments after those of the file, with `--document` before each document."""
+        try:
+            defaults = [] if "--help" in args else _defaults(ctx.parent.command.commands, str(self.name), args)
+        except UsageError as error:
+            raise fail(str(error)) from error
+        return super().parse_args(ctx, [*defaults, *_with_each_document_named(args)])
+
+
+def _with_each_document_named(args: Sequence[str]) -> list[str]:
+    named: list[str] = []
+    follows = False  # a document, that is, or a value of the option
+    for index, given in enumerate(args):
+        is_value = index > 0 and args[index - 1] == "--document"
+        is_next = follows and not is_value and (given == "-" or os.path.exists(given) or is_on_the_web(given))
+        named += ["--document", given] if is_next else [given]
+        follows = is_value or is_next or given.startswith("--document=")
+    return named
+
+
+def _defaults(commands: Mapping[str, Any], command: str, args: Sequence[str]) -> list[str]:
+    """
+    The options of a command in the file, but for those that are given, and what these exclude.
+
+    Raises:
+        UsageError: the file cannot be read, or has what is no option.
+    """
+    path = defaults_path()
+    if path is None or not path.is_file():
+        return []
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    known = {name: {option: each for each in of.params for option in each.opts} for name, of in commands.items()}
+    of_models = {option for name in _COMMANDS_OF_MODELS for option in known[name]}
+    tables = {name: values for name, values in tree.items() if isinstance(values, dict)}
+    for_all = {name: value for name, value in tree.items() if name not in tables}
+    _require_known(path, "a command", tables, known)
+    _require_known(path, "an option", map(_option, for_all), of_models)
+    for name, values in tables.items():
+        _require_known(path, f"an option of {name}", map(_option, values), known[name])
+    given, chosen = {each.partition("=")[0] for each in args}, list[str]()
+    aside = {pair[not index] for pair in _SET_ASIDE for index in range(2) if pair[index] in given}
+    wanted = (for_all if command in _COMMANDS_OF_MODELS else {}) | tables.get(command, {})
+    for name, value in wanted.items():
+        option = _option(name)
+        parameter = known[command].get(option)
+        if parameter is None or {*parameter.opts} & given or option in aside:
+            continue
+        if parameter.is_flag:
+            if not isinstance(value, bool):
+                raise UsageError(f"{path}: {name} is true or false, got {value!r}.")
+            chosen += [option] * value
+        else:
+            chosen += [f"{option}={each}" for each in (value if isinstance(value, list) else [value])]
+    if chosen:
+        note(consoles("--quiet" in args)[1], f"{path}: {' '.join(chosen)}")
+    return chosen
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _require_known(path: Path, what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `UsageError` for the first name that is not known, with one that is nearly the same."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" Did you mean {near[0].removeprefix('--')}?" if near else ""
+            raise UsageError(f"{path}: {name.removeprefix('--')} is not {what}.{meant}")
