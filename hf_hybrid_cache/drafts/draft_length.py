@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections import deque
 from statistics import median
 
+# Tokens of a draft at most: with the one before them they are as many rows as a step has in one call.
+MOST_TOKENS = 15
 # Steps that drafts may lose at once, and what each token adds to that.
 _FIRST_CREDIT, _MOST_CREDIT, _CREDIT_A_TOKEN = 1.0, 4.0, 0.01
 # Lengths of matches, and before anything is known the chance that the token after such a match comes next.

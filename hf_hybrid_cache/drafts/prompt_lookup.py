@@ -14,11 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..cache import kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
 from ..storage import GRANULE
-from .draft_length import DraftLength
+from .draft_length import MOST_TOKENS, DraftLength
 from .index import Index, Match
 
-# Tokens of a draft at most: with the one before them they are as many rows as a step has in one call.
-MOST_TOKENS = 15
 # Inputs of a step that have an entry for each token; with any other tensor a step has one token.
 _OF_TOKENS = {"input_ids", "position_ids", "attention_mask"}
 # Rotary embeddings whose angles depend on the furthest position of a pass.

@@ -48,17 +48,17 @@ def steps_taken(answer: list[int], cost: Cost) -> float:
 
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_answer_when_given_then_takes_at_most_a_hundredth_and_a_draft_more_than_without(answer: str, cost: str):
+def test_answer_takes_a_hundredth_and_a_draft_more_at_most(answer: str, cost: str):
     first_draft = COSTS[cost](6) - 1  # of which nothing was measured before
     assert steps_taken(ANSWERS[answer], COSTS[cost]) <= LENGTH * 1.01 + 1 + first_draft
 
 
 @pytest.mark.parametrize(("answer", "times"), [("a copy", 3), ("pieces", 1.2)])
-def test_answer_that_repeats_the_document_is_drafted_several_times_as_fast(answer: str, times: float):
+def test_answer_that_repeats_the_document_takes_fewer_steps(answer: str, times: float):
     assert steps_taken(ANSWERS[answer], COSTS["a call"]) <= LENGTH / times
 
 
-def test_longer_drafts_follow_where_they_are_accepted_and_none_where_they_are_not():
+def test_drafts_become_longer_where_they_are_accepted_and_end_elsewhere():
     rule = DraftLength()
     for _ in range(3):
         rule.note_step(1)

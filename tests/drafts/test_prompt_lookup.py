@@ -86,7 +86,7 @@ def test_tokens_and_cache_are_those_of_decoding_one_by_one(options: str):
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     is_sampled=st.booleans(),
 )
-def test_conversation_when_drafts_begin_and_end_at_any_token_then_is_that_of_plain_steps(
+def test_conversation_with_drafts_of_any_lengths_is_that_of_plain_steps(
     seconds: Sequence[float], max_tokens: int, lengths: Sequence[int], is_sampled: bool
 ):
     config = tiny_model("llama").config
@@ -119,7 +119,7 @@ def test_scores_and_logits_of_each_token_are_returned():
     assert ours[CACHE_ARGUMENT].get_seq_length() == plain[CACHE_ARGUMENT].get_seq_length()
 
 
-def test_stop_strings_end_a_drafted_answer_where_they_end_a_plain_one():
+def test_stop_strings_end_a_drafted_answer_where_they_end_others():
     tokenizer, config = byte_tokenizer(), tiny_model("llama").config
     begin = PROMPT.shape[1] + 28
     stop = tokenizer.decode(answer(DynamicHybridCache(config))[0, begin : begin + 3])
@@ -163,7 +163,7 @@ def test_generation_without_drafts_is_as_before_and_tells_why(options: dict[str,
     assert not drafts.drafted_tokens
 
 
-def test_layers_that_cannot_go_back_have_no_drafts_and_a_line_says_so():
+def test_layers_that_cannot_go_back_have_no_drafts_and_it_says_so():
     model, drafts = tiny_model("qwen3_next"), lookup()
     model.generate(PROMPT, max_new_tokens=9, custom_generate=drafts)
     assert "LinearAttentionLayer cannot go back" in str(drafts)
@@ -181,7 +181,7 @@ def test_drafts_are_as_many_as_asked_for_at_most():
             answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts, **options)
 
 
-def test_interrupted_generation_leaves_the_tokens_that_were_chosen_and_goes_on_with_them():
+def test_interrupted_generation_leaves_what_was_chosen_and_goes_on():
     config = tiny_model("llama").config
     expected = answer(DynamicHybridCache(config), max_new_tokens=90)
 
