@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .decode_step import FusedDecode as FusedDecode
     from .decode_step import UnknownStepError as UnknownStepError
     from .decode_step import fuse_decode as fuse_decode
+    from .drafts import PromptLookup as PromptLookup
     from .errors import HybridCacheError as HybridCacheError
     from .files import CacheFileError as CacheFileError
     from .files import saved_token_ids as saved_token_ids
@@ -69,6 +70,7 @@ __getattr__, __all__ = lazy_names(
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU",),
         "decode_step": ("FusedDecode", "UnknownStepError", "fuse_decode"),
+        "drafts": ("PromptLookup",),
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement"),

@@ -1,6 +1,7 @@
 """The caches that `generate` takes."""
 
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
+from .checkpoints import kinds_that_stay
 from .contents import Contents, MemoryReport
 from .hybrid_cache import HybridCache, contents_of, fill_from_file
 from .whole_step import WholeSteps, is_unaltered
@@ -17,4 +18,5 @@ __all__ = [
     "contents_of",
     "fill_from_file",
     "is_unaltered",
+    "kinds_that_stay",
 ]

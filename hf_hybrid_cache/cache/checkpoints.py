@@ -77,10 +77,14 @@ def kinds_in_the_way(layers: Sequence[Any], left: int, held: int) -> list[str]:
     return sorted({type(layer).__name__ for layer in layers if not _can_be_cropped(layer, held - left, held)})
 
 
-def _can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:
-    """Return whether a layer can go back to what it was so many tokens ago, of `num_tokens`."""
-    if isinstance(layer, HybridLayer):
-        return not isinstance(layer, WindowLayer) or layer.can_go_back_to(num_tokens - tokens_to_remove)
+def kinds_that_stay(layers: Sequence[Any]) -> list[str]:
+    """Return the types of the layers that can take no token back, even if they record the past before it comes."""
+    stock = (layer for layer in layers if not isinstance(layer, HybridLayer))
+    return sorted({type(layer).__name__ for layer in stock if not _is_croppable(layer) or _forgets(layer)})
+
+
+def _is_croppable(layer: Any) -> bool:
+    """Return whether a layer of transformers' own goes back to what it was, as far as it has not forgotten that."""
     # transformers does not tell: some types raise an error, and some go on with states that are not those of before.
     kinds = type(layer).__mro__
     storing, cropping = (
@@ -88,19 +92,32 @@ def _can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:
     )
     if storing is not cropping and issubclass(storing, cropping):
         return False  # it stores more than what it inherits to be cropped
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return all(states is None for states in layer.recurrent_states.values())
+    return bool(layer.is_croppable)
+
+
+def _forgets(layer: Any) -> bool:
+    """Return whether a layer drops states, and cannot be told to wait with it; before 5.23 none can."""
+    drops = isinstance(layer, LinearAttentionCacheLayerMixin) or getattr(layer, "is_sliding", False)
+    return drops and not hasattr(layer, "record_past")
+
+
+def _can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:
+    """Return whether a layer can go back to what it was so many tokens ago, of `num_tokens`."""
+    if isinstance(layer, HybridLayer):
+        return not isinstance(layer, WindowLayer) or layer.can_go_back_to(num_tokens - tokens_to_remove)
     records_past = getattr(layer, "record_past", False)
 
     def holds(states: torch.Tensor, dim: int, needed: int) -> bool:
         held = states.shape[dim]
         return records_past and held >= min(num_tokens, needed + tokens_to_remove)
 
+    if not _is_croppable(layer):
+        return False
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if any(states is not None for states in layer.recurrent_states.values()):
-            return False
         for index, states in layer.conv_states.items():
             if states is not None and not holds(states, -1, layer.conv_kernel_size[index] or 0):
                 return False
-    elif not layer.is_croppable:
-        return False
     is_full = getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window
     return not is_full or holds(layer.keys, 2, layer.sliding_window - 1)

@@ -103,9 +103,9 @@ class Prompts:
             return
         if num_tokens:
             raise ValueError(
-                f"Assisted decoding and prompt lookup compute the whole prompt, and the cache holds {num_tokens:,} "
-                "tokens already: those of the prompt would be in it twice. Use a new cache, or generate without an "
-                "assistant and prompt_lookup_num_tokens."
+                "An assistant and prompt_lookup_num_tokens compute the whole prompt, and the cache holds "
+                f"{num_tokens:,} tokens already: those of the prompt would be in it twice. Use a new cache, or "
+                "custom_generate=PromptLookup() of this package, which drafts from the prompt and goes on from a cache."
             )
         _, token_ids, mask = prompt
         self._ask(token_ids, mask)

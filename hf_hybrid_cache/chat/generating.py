@@ -14,8 +14,10 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 
-from ..cache import HybridCache
+from ..cache import HybridCache, contents_of
 from ..cache_argument import cache_argument
+from ..decode_step import repeats_rows
+from ..drafts import PromptLookup
 from .choosing import Penalties, Sampling, generate_arguments
 from .prompts import Asked
 from .settings import AnswerSettings
@@ -40,6 +42,8 @@ class Answer:
         first_token_seconds: from the question to the first token, with documents that were read meanwhile.
         seconds: from the question to the last token, of all answers that were generated together.
         together: how many answers that were.
+        drafted_tokens: that were checked before they were generated, see `PromptLookup`.
+        accepted_tokens: of them, that were generated.
     """
 
     question: str
@@ -50,6 +54,8 @@ class Answer:
     first_token_seconds: float
     seconds: float
     together: int = 1
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -100,7 +106,7 @@ class Generator:
 
         def generate() -> None:
             try:
-                self._generate(input_ids, attention_mask, cache, into.settings, streamer, stopping)
+                self._generate(input_ids, attention_mask, cache, into, streamer, stopping)
             finally:
                 pieces.put(None)
 
@@ -143,6 +149,8 @@ class Generator:
             first_token_seconds=(made.first or made.last) - made.start,
             seconds=made.last - made.start,
             together=together,
+            drafted_tokens=made.drafts.drafted_tokens,
+            accepted_tokens=made.drafts.accepted_tokens,
         )
 
     def is_ended(self, token_ids: list[int], stop: Sequence[str]) -> bool:
@@ -163,11 +171,11 @@ class Generator:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         cache: Cache,
-        settings: AnswerSettings,
+        into: "Generation",
         streamer: "_Streamer",
         stopping: threading.Event,
     ) -> None:
-        device, start = self._model.device, input_ids.shape[1]
+        device, start, settings = self._model.device, input_ids.shape[1], into.settings
 
         def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
@@ -181,6 +189,8 @@ class Generator:
             processors.append(Penalties(settings, start))
         if settings.temperature:
             processors.append(Sampling(settings, len(input_ids), device))
+        if len(input_ids) == 1 and settings.drafts and _repeats_rows(self._model, cache):
+            into.drafts = PromptLookup(settings.drafts)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
@@ -188,6 +198,7 @@ class Generator:
             streamer=streamer,
             stopping_criteria=[are_ended],
             logits_processor=processors,
+            custom_generate=into.drafts,
             **generate_arguments(self._model.generation_config, settings),
         )
 
@@ -208,6 +219,7 @@ class Generation:
         first: when the first tokens came; `None` before.
         last: when the last ones came.
         is_whole: whether nobody ended it before its end.
+        drafts: what drafts the only answer, or nothing.
     """
 
     def __init__(self, asked: Sequence[Asked], settings: AnswerSettings):
@@ -217,6 +229,7 @@ class Generation:
         self.start = self.last = time.perf_counter()
         self.first: float | None = None
         self.is_whole = False
+        self.drafts = PromptLookup(0)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next token of each answer."""
@@ -265,6 +278,13 @@ def _end_of(text: str, stop: Sequence[str]) -> int | None:
 def _overlap(text: str, stop: str) -> int:
     """Return how many of the last characters of a text begin another one."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _repeats_rows(model: PreTrainedModel, cache: Cache) -> bool:
+    """Return whether drafts change no answer: a token has the same bits in a pass of several, as far as kernels run."""
+    if not isinstance(cache, HybridCache):
+        return False
+    return all(layer.store_in_place() is not None for layer in contents_of(cache).ours) and repeats_rows(model)
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..drafts import MOST_TOKENS
 from ..errors import HybridCacheError
 
 # Bits of keys and values in a quantized cache.
@@ -29,6 +30,8 @@ class AnswerSettings:
         frequency_penalty: the same for each time that it has it.
         seed: of the answer's random numbers; `None` for other numbers each time.
         stop: the answer ends before any of these texts.
+        drafts: tokens that are drafted from prompt and answer at most, see `PromptLookup`; 0 for none. There are drafts
+            where they change no answer: on the CPU, where a step runs in one call (`fuse_decode`).
 
     Raises:
         SettingError: a setting is out of its range, or would be ignored.
@@ -43,6 +46,7 @@ class AnswerSettings:
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    drafts: int = MOST_TOKENS
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -65,5 +69,7 @@ class AnswerSettings:
                 raise SettingError(f"{name} must be from -2 to 2, got {getattr(self, name)}.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
+        if not 0 <= self.drafts <= MOST_TOKENS:
+            raise SettingError(f"drafts must be from 0 to {MOST_TOKENS}, got {self.drafts}.")
         if not all(self.stop):
             raise SettingError("stop must not have an empty text, before which every answer ends.")

@@ -17,7 +17,7 @@ from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
 from .console import UsageError, end_line, note, out_of_memory, write
-from .task import say_what_is_read, why_no_more
+from .task import drafts_text, say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -294,7 +294,8 @@ class ChatCommands:
         if chat.last is not None:
             speed = chat.last.tokens_per_second
             after = "" if speed is None else f", {speed:.1f} tokens/s after it"
-            self._remark(f"last answer: first token after {chat.last.first_token_seconds:.2f} s{after}")
+            drafts = drafts_text(chat.last.drafted_tokens, chat.last.accepted_tokens)
+            self._remark(f"last answer: {drafts}first token after {chat.last.first_token_seconds:.2f} s{after}")
 
     def _retry(self) -> None:
         if not self._chat.turns:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from ..chat.settings import DEFAULT_BITS
+from ..drafts import MOST_TOKENS
 from ..scalars import parse_bytes
 from .console import UsageError, fail
 
@@ -222,6 +223,10 @@ class AnswerOptions:
         list[str] | None,
         option(ANSWER, "End the answer before this text; may be repeated. Default: none.", metavar="TEXT"),
     ] = None
+    drafts: Annotated[
+        int,
+        option(ANSWER, "Tokens to draft from document and answer at most, and check in one pass; 0: none."),
+    ] = MOST_TOKENS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", [given_text("--stop", text) for text in self.stop or ()] or None)

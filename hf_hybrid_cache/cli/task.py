@@ -133,6 +133,8 @@ def answer_fields(answer: "Answer") -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "answer_tokens": len(answer.token_ids),
+        "drafted_tokens": answer.drafted_tokens,
+        "accepted_tokens": answer.accepted_tokens,
     }
 
 
@@ -140,6 +142,7 @@ def summary(took: Mapping[str, Any], weights_text: str | None) -> str:
     """The cost of an answer, a `record`, in one line, which ends with what quantized weights take."""
     return (
         f"{took['cache']}: first token after {took['first_token_seconds']:.2f} s, {rate_text(took)} tokens/s, "
+        f"{drafts_text(took['drafted_tokens'], took['accepted_tokens'])}"
         f"KV {mebibytes(took['kv_device_bytes'])} on the device, {mebibytes(took['kv_host_bytes'])} on the host"
     ) + ("" if weights_text is None else f"; {weights_text}")
 
@@ -155,6 +158,11 @@ def mebibytes(num_bytes: int) -> str:
 
 def rate_text(took: Mapping[str, Any]) -> str:
     return "-" if took["tokens_per_second"] is None else f"{took['tokens_per_second']:.1f}"
+
+
+def drafts_text(drafted: int, accepted: int) -> str:
+    """The part of a sentence that says what became of drafts; empty if there were none."""
+    return f"{accepted:,} of {drafted:,} drafted tokens accepted, " if drafted else ""
 
 
 def _kv_bytes(cache: "Cache") -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Decode steps of a whole model in one call."""
 
-from .fused_decode import FusedDecode, fuse_decode, fuse_where_known, is_fused
+from .fused_decode import FusedDecode, fuse_decode, fuse_where_known, is_fused, repeats_rows
 from .trial import UnknownStepError
 
-__all__ = ["FusedDecode", "UnknownStepError", "fuse_decode", "fuse_where_known", "is_fused"]
+__all__ = ["FusedDecode", "UnknownStepError", "fuse_decode", "fuse_where_known", "is_fused", "repeats_rows"]

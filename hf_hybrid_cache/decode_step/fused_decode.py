@@ -363,3 +363,9 @@ def fuse_where_known(model: PreTrainedModel) -> FusedDecode:
 def is_fused(model: PreTrainedModel) -> bool:
     """Return whether decode steps of a model run in one call where they can."""
     return isinstance(vars(model.get_decoder()).get("forward"), FusedDecode)
+
+
+def repeats_rows(model: PreTrainedModel) -> bool:
+    """Return whether steps of a model run in one call, in which a token has the same bits whatever comes with it."""
+    fused = vars(model.get_decoder()).get("forward")
+    return isinstance(fused, FusedDecode) and bool(getattr(fused, "repeats_rows", False))

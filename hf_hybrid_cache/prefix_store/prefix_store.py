@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import HybridCache, contents_of
 from ..cache_argument import arguments_kept_back, cache_argument, loop_of
+from ..drafts import PromptLookup
 from ..model_identity import RANK
 from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
@@ -51,6 +52,7 @@ class PrefixStore(StoredPrompts):
             refused if it has modules that are not of torch, transformers or this package, hooks, or modules with a
             forward of their own. Give another name whenever one of these does something else: states are used under the
             same name alone.
+        drafts: of the answers that `generate` then gives, see `PromptLookup`; `None` for none.
 
     Raises:
         PrefixStoreFolderError: the folder cannot be used, or has other files.
@@ -66,6 +68,10 @@ class PrefixStore(StoredPrompts):
     Or in one call, see `__call__`:
 
         >>> model.generate(**inputs, custom_generate=store, max_new_tokens=200)
+
+    And with answers that draft from the prompt:
+
+        >>> store = PrefixStore("~/prompts", drafts=PromptLookup())
     """
 
     def __init__(
@@ -75,11 +81,12 @@ class PrefixStore(StoredPrompts):
         max_bytes: int | str | None = None,
         min_free_bytes: int | str = "1GiB",
         identity: str | None = None,
+        drafts: PromptLookup | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
         free = parse_bytes(min_free_bytes)
         super().__init__(path, max_bytes=limit, min_free_bytes=free, require_readable=_require_readable)
-        self._identity = identity
+        self._identity, self._drafts = identity, drafts
 
     def __call__(
         self,
@@ -138,7 +145,11 @@ class PrefixStore(StoredPrompts):
         options = {**prepared, **cache_argument(cache), "generation_config": config}
         if streamer is not None:
             options["streamer"] = streamer
-        output = loop(model, input_ids, **options)
+        output = (
+            loop(model, input_ids, **options)
+            if self._drafts is None
+            else self._drafts.run(loop, model, input_ids, **options)
+        )
         # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         cache.note_tokens(sequences if config.num_beams == 1 else prompt)

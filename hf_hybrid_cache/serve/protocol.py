@@ -97,6 +97,7 @@ class Request(_Strict):
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: tuple[str, ...] = Field(default=(), max_length=4)
+    drafts: int | None = None
     n: Literal[1] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     store: Literal[False] = False
@@ -216,5 +217,10 @@ class Form:
 
 def _usage(answer: Answer, cached_tokens: int) -> dict[str, Any]:
     made, before = len(answer.token_ids), answer.prompt_tokens
-    details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    accepted = answer.accepted_tokens
+    rejected = answer.drafted_tokens - accepted
+    details = {
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+    }
     return {"usage": {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made} | details}

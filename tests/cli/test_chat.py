@@ -112,7 +112,7 @@ def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
     assert "ended at --max-new-tokens 5: /set max_new_tokens 10 allows more" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0, stop 'END'\n")
+    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0, stop 'END', drafts 15\n")
     source = ["--document", report, "--bits", "8", "--system", "Be brief.", "--stop", "e"]
     asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
     assert run(*asked, *source).stdout == converse(model, source, "Who?").stdout

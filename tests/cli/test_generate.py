@@ -19,8 +19,9 @@ from models.word_tokenizer import word_tokenizer
 
 TEXT = "Nobody said a word. " * 80 + "It was signed by Ada in London."
 FIELDS = (
-    "model cache bits weights documents left_out answer finish_reason prompt_tokens answer_tokens document_tokens "
-    "read_tokens stored_tokens first_token_seconds tokens_per_second kv_device_bytes kv_host_bytes"
+    "model cache bits weights documents left_out answer finish_reason prompt_tokens answer_tokens "
+    "drafted_tokens accepted_tokens document_tokens read_tokens stored_tokens first_token_seconds "
+    "tokens_per_second kv_device_bytes kv_host_bytes"
 )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel, set_seed
+from transformers import LogitsProcessor, PreTrainedModel, set_seed
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache import HybridCache, PromptLookup
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.drafts import MOST_TOKENS
 
 from common.caches import MakeCache
 from models.tiny_models import random_prompt
@@ -62,6 +64,32 @@ def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **optio
 def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
     return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4, **options)
+
+
+class Copying(LogitsProcessor):
+    """Makes an answer copy its prompt, which repeats 12 tokens or 8, but for every seventh token."""
+
+    def __init__(self, period: int = 12):
+        self._period = period
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] % 7:
+            scores[:, input_ids[0, -self._period]] += 30
+        return scores
+
+
+def lookup(max_tokens: int = MOST_TOKENS) -> PromptLookup:
+    """Make what drafts wherever it can: by its clock, a pass takes the same time for any number of tokens."""
+    return PromptLookup(max_tokens, clock=itertools.count().__next__)
+
+
+def drafts(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
+    """Draft with our caches, and decode one by one with others, where that does not round far otherwise."""
+    cache = make_cache(model.config)
+    if isinstance(cache, HybridCache) or model.dtype == torch.bfloat16:
+        options = {"custom_generate": lookup()} | options
+    repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
+    return generate(model, repetitive, cache, logits_processor=[Copying(8)], **options)
 
 
 def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
@@ -120,6 +148,7 @@ MODES: dict[str, Callable[..., Result]] = {
     "beams": way(2, 30, num_beams=3, num_return_sequences=2),
     "prompt_lookup": prompt_lookup,
     "assistant": assistant,
+    "drafts": drafts,
     "left_padding": left_padding,
     "chunked_prefill": way(2, 40, prefill_chunk_size=24),
     "copied_prefix": copied_prefix,

@@ -64,6 +64,19 @@ def test_streamed_and_whole_answers_are_those_of_generate(server: Running, optio
     assert chunks[-1].usage.completion_tokens == 12
 
 
+def test_requests_with_drafts_have_the_answers_of_those_without(server: Running):
+    asked = [f"{DOCUMENT[: 80 * number]} Who came?" for number in range(1, 11)]
+    repeating = {"max_tokens": 30, "frequency_penalty": -2, "presence_penalty": -2}
+    for text, drafts in [(text, drafts) for text in asked for drafts in (15, 0)]:
+        answer = server.ask([user(text)], **repeating, extra_body={"drafts": drafts})
+        details = answer.usage.completion_tokens_details
+        assert drafts or not details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        assert answer.usage.completion_tokens == 30 > details.accepted_prediction_tokens
+        if drafts:
+            expected = answer.choices[0].message.content
+        assert answer.choices[0].message.content == expected
+
+
 def test_a_conversation_computes_each_token_once_and_repeats_its_turns(server: Running):
     messages, before, answers = [user(f"{DOCUMENT}\n\nWho came?")], 0, []
     for turn in range(4):

@@ -1,0 +1,199 @@
+"""Generation with drafts gives what decoding one by one gives, and leaves the cache as that does."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PromptLookup, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+
+from common.interruptions import Interruption
+from common.modes import Copying, ListStreamer, lookup
+from common.soak import search_at_random
+from models.byte_tokenizer import byte_tokenizer
+from models.tiny_models import random_prompt, tiny_model
+
+WORDS = random_prompt(1, 12)
+PROMPT = WORDS.repeat(1, 8)
+
+
+class Counting(LogitsProcessor):
+    """Changes scores by how often it was called, and notes the lengths that it was called with."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.lengths.append(input_ids.shape[1])
+        scores[:, len(self.lengths) % scores.shape[1]] += 3
+        return scores
+
+
+class AtLength(StoppingCriteria):
+    """Stops at a length, and notes those at which it was asked."""
+
+    def __init__(self, length: int):
+        self.length, self.lengths = length, list[int]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def answer(cache: HybridCache, prompt: torch.Tensor = PROMPT, drafts: Any = None, **options: Any) -> Any:
+    """Return the output of a generation that copies most of its prompt."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"max_new_tokens": 70, "do_sample": False, "logits_processor": [Copying()]} | options
+    extra = {} if drafts is None else {"custom_generate": drafts}
+    return tiny_model("llama").generate(prompt, **cache_argument(cache), **given, **extra)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": dict,
+    "sampled": lambda: {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    "penalties": lambda: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 30},
+    "a processor with a state": lambda: {"logits_processor": [Copying(), Counting()], "do_sample": True},
+    "least tokens": lambda: {"min_new_tokens": 40, "eos_token_id": [*range(3, 128, 9)]},
+    "an end": lambda: {"eos_token_id": [3, 96]},
+    "a criterion": lambda: {"stopping_criteria": [AtLength(PROMPT.shape[1] + 37)]},
+    "chunks": lambda: {"prefill_chunk_size": 32},
+    "a length in all": lambda: {"max_new_tokens": None, "max_length": PROMPT.shape[1] + 33},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tokens_and_cache_are_those_of_decoding_one_by_one(options: str):
+    config, make, drafts = tiny_model("llama").config, OPTIONS[options], lookup()
+    ours, plain = QuantizedHybridCache(config, bits=8), QuantizedHybridCache(config, bits=8)
+    assert torch.equal(answer(ours, drafts=drafts, **make()), answer(plain, **make()))
+    assert 0 < drafts.accepted_tokens < drafts.drafted_tokens
+    assert ours.get_seq_length() == plain.get_seq_length()
+    for mine, other in zip(ours.layers, plain.layers, strict=True):
+        assert (mine.keys - other.keys).abs().max() < 0.05 * other.keys.abs().max()
+
+
+@search_at_random(6)
+@given(
+    seconds=st.lists(st.floats(1e-3, 1), min_size=20, max_size=20),
+    max_tokens=st.integers(1, 15),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    is_sampled=st.booleans(),
+)
+def test_conversation_with_drafts_of_any_lengths_is_that_of_plain_steps(
+    seconds: Sequence[float], max_tokens: int, lengths: Sequence[int], is_sampled: bool
+):
+    config = tiny_model("llama").config
+    ours, plain, text = QuantizedHybridCache(config, bits=8), QuantizedHybridCache(config, bits=8), PROMPT
+    for length in lengths:
+        options = {"max_new_tokens": length, "do_sample": is_sampled}
+        clock = itertools.accumulate(itertools.cycle(seconds))
+        drafted = answer(ours, text, PromptLookup(max_tokens, clock=clock.__next__), **options)
+        assert torch.equal(drafted, answer(plain, text, **options))
+        assert ours.get_seq_length() == plain.get_seq_length()
+        text = torch.cat([drafted, WORDS[:, :5]], dim=1)
+
+
+def test_streamer_processor_and_criterion_get_one_token_after_the_other():
+    heard: list[tuple[list[int], ...]] = []
+    for drafts in (lookup(), None):
+        streamer, counting, criterion = ListStreamer(), Counting(), AtLength(200)
+        options = {"streamer": streamer, "logits_processor": [Copying(), counting], "stopping_criteria": [criterion]}
+        answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts, **options)
+        heard.append((streamer.tokens, counting.lengths, criterion.lengths))
+    assert heard[0] == heard[1]
+
+
+def test_scores_and_logits_of_each_token_are_returned():
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": True}
+    config = tiny_model("llama").config
+    ours, plain = (answer(DynamicHybridCache(config), drafts=drafts, **options) for drafts in (lookup(), None))
+    assert torch.allclose(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-4)
+    assert torch.allclose(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-4)
+    assert ours[CACHE_ARGUMENT].get_seq_length() == plain[CACHE_ARGUMENT].get_seq_length()
+
+
+def test_stop_strings_end_a_drafted_answer_where_they_end_others():
+    tokenizer, config = byte_tokenizer(), tiny_model("llama").config
+    begin = PROMPT.shape[1] + 28
+    stop = tokenizer.decode(answer(DynamicHybridCache(config))[0, begin : begin + 3])
+    drafts, stopping = lookup(), [StopStringCriteria(tokenizer, [stop])]
+    ours = answer(DynamicHybridCache(config), drafts=drafts, stopping_criteria=stopping)
+    plain = answer(DynamicHybridCache(config), stop_strings=[stop], tokenizer=tokenizer)
+    assert torch.equal(ours, plain)
+    assert drafts.accepted_tokens
+    assert ours.shape[1] < begin + 10
+
+
+def test_filled_cache_and_prefix_store_go_on_with_drafts(tmp_path: Any):
+    config, expected = tiny_model("llama").config, answer(DynamicHybridCache(tiny_model("llama").config))
+    filled, drafts = DynamicHybridCache(config), lookup()
+    answer(filled, PROMPT[:, :60], max_new_tokens=1)
+    assert torch.equal(answer(filled, drafts=drafts), expected)
+    store = PrefixStore(tmp_path, drafts=drafts)
+    before = drafts.accepted_tokens
+    assert torch.equal(answer(DynamicHybridCache(config), drafts=store, progress=False), expected)
+    assert drafts.accepted_tokens == 2 * before > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"num_beams": 2}, "_beam_search"),
+        ({"num_return_sequences": 2, "do_sample": True}, "several sequences"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states are asked for"),
+        ({"use_cache": False}, "cache that grows"),
+    ],
+)
+def test_generation_without_drafts_is_as_before_and_tells_why(options: dict[str, Any], why: str):
+    model, drafts = tiny_model("llama"), lookup()
+    common = {"max_new_tokens": 9, "logits_processor": [Copying()], "do_sample": False} | options
+    torch.manual_seed(0)
+    ours = model.generate(PROMPT, **common, custom_generate=drafts)
+    torch.manual_seed(0)
+    plain = model.generate(PROMPT, **common)
+    assert torch.equal(*(each if isinstance(each, torch.Tensor) else each.sequences for each in (ours, plain)))
+    assert why in str(drafts)
+    assert not drafts.drafted_tokens
+
+
+def test_layers_that_cannot_go_back_have_no_drafts_and_it_says_so():
+    model, drafts = tiny_model("qwen3_next"), lookup()
+    model.generate(PROMPT, max_new_tokens=9, custom_generate=drafts)
+    assert "LinearAttentionLayer cannot go back" in str(drafts)
+
+
+def test_drafts_are_as_many_as_asked_for_at_most():
+    drafts = lookup(2)
+    answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts)
+    assert 0 < drafts.drafted_tokens <= 2 * drafts.passes
+    assert str(drafts).startswith(f"{drafts.accepted_tokens} of {drafts.drafted_tokens} drafted tokens")
+    with pytest.raises(ValueError, match="from 0 to 15, got 16"):
+        PromptLookup(16)
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama", seed=1)}):
+        with pytest.raises(ValueError, match="drafts tokens, and so would"):
+            answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts, **options)
+
+
+def test_interrupted_generation_leaves_what_was_chosen_and_goes_on():
+    config = tiny_model("llama").config
+    expected = answer(DynamicHybridCache(config), max_new_tokens=90)
+
+    def interrupted(at_line: int | None, cache: HybridCache) -> Interruption:
+        interruption = Interruption(KeyboardInterrupt, at_line, "drafts")
+        interruption.run(lambda: answer(cache, drafts=lookup(), max_new_tokens=30))
+        return interruption
+
+    lines = interrupted(None, DynamicHybridCache(config)).lines
+    for line in range(lines // 4, lines, lines // 25):
+        interrupted(line, cache := DynamicHybridCache(config))
+        cache.drop_unfinished()
+        held = max(PROMPT.shape[1], cache.get_seq_length())
+        rest = answer(cache, expected[:, : held + 1], max_new_tokens=20)
+        assert torch.equal(rest, expected[:, : held + 21])
