@@ -9,6 +9,8 @@ from typing import Any
 # Tokens of a prompt in a forward pass: enough for the weights' products, and so few that their activations are little
 # beside a cache.
 PREFILL_CHUNK_SIZE = 2048
+# Tokens of a decode step in one call (`fuse_decode`). More are a prompt's, for which products of many are faster.
+MOST_ROWS = 16
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SHOWN = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

@@ -17,9 +17,10 @@ from transformers.utils import output_capturing
 from ..cache import HybridCache, is_unaltered
 from ..cache_argument import passed_cache
 from ..kernels import Products
+from ..scalars import MOST_ROWS
 from .snapshot import Snapshot
 from .stages import layers_of, stage_names, undecorated
-from .step_plan import MOST_ROWS, StepPlan, UnfitStepError
+from .step_plan import StepPlan, UnfitStepError
 from .trial import RecordedStep, UnknownStepError, recorded_step, refusing, unknown_step
 
 # Arguments of a step; some models hand on the last one, which only their output head uses.

@@ -15,13 +15,11 @@ from ..attention.torch_attention import attend_to_states
 from ..cache import HybridCache, WholeSteps
 from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, Attend, Call, Memory, Place, StepProgram
+from ..scalars import MOST_ROWS
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
 from .schedule import reads_of, writes_of
 from .stages import Stages
-
-# For which a plan has memory. More rows are those of a prompt, for which products of many tokens are faster.
-MOST_ROWS = 16
 
 
 class UnfitStepError(HybridCacheError, RuntimeError):

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ..scalars import PREFILL_CHUNK_SIZE
+from ..scalars import MOST_ROWS, PREFILL_CHUNK_SIZE
 
 PASS_ENDS, _RANDOM = 2**31, 2**30
 MOST_TOKEN_IDS = _RANDOM
@@ -99,16 +99,16 @@ class Passes:
         """
         Return whether the states of a pass, from `start` to `end`, are worth storing.
 
-        Those of a single token are not: a model may have another way for it (`fuse_decode`), with other bits.
+        Those of few tokens are not: a model may have another way for them (`fuse_decode`), with other bits.
         """
-        return end - start > 1 and (end == self.document_tokens or end - start >= _FEW_TOKENS)
+        return end - start > MOST_ROWS and (end == self.document_tokens or end - start >= _FEW_TOKENS)
 
     def ends(self, start: int = 0) -> list[int]:
         """Return where passes end that begin after `start` tokens, where one ended."""
         document, last = self.document_tokens, self.num_tokens - self.num_tokens % PREFILL_CHUNK_SIZE
         chunks = range(PREFILL_CHUNK_SIZE, self.num_tokens, PREFILL_CHUNK_SIZE)
         pieces = range(last + _LAST_TOKENS, self.num_tokens - _FEW_TOKENS + 1, _LAST_TOKENS)
-        in_document = (end for end in chunks if end < document - 1)
+        in_document = (end for end in chunks if end < document - MOST_ROWS)
         after = (end for end in (*chunks, *pieces) if not document or end >= document + _FEW_TOKENS)
         return [end for end in dict.fromkeys((*in_document, document, *after, self.num_tokens)) if end > start]
 
