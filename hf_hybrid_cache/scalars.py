@@ -103,9 +103,11 @@ def parse_tokens(count: str | int) -> int:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write a size in KiB, MiB or GiB, whichever has few digits."""
-    unit, size = next(((unit, size) for unit, size in _SHOWN if num_bytes >= size), _SHOWN[-1])
-    return f"{num_bytes / size:,.1f} {unit}"
+    """Write a size in bytes, KiB, MiB or GiB, whichever has few digits."""
+    for unit, size in _SHOWN:
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def duration_text(seconds: float) -> str:

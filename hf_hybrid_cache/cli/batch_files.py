@@ -244,11 +244,10 @@ class Answers:
         named = {settings_digest(self._settings, is_cut): self._settings for is_cut in (False, True)}
         if noted | named == noted:
             return
+        lines = [json_line({"digest": digest, "settings": each}) for digest, each in (noted | named).items()]
         try:
             with replaced_when_whole(_settings_path(path)) as file:
-                file.write(
-                    "".join(map(json_line, ({"digest": d, "settings": s} for d, s in (noted | named).items()))).encode()
-                )
+                file.write("".join(lines).encode())
         except OSError as error:
             raise _cannot_write(_settings_path(path), error) from error
 
@@ -312,7 +311,7 @@ def _settings_path(path: Path) -> Path:
 def _noted_settings(path: Path) -> dict[str, Mapping[str, Any]]:
     """The settings beside a file of answers, by digest; none where they are not there, or are something else."""
     try:
-        lines = [strict_json(line) for line in _settings_path(path).read_text().splitlines()]
+        lines = [strict_json(line) for line in _settings_path(path).read_bytes().decode().splitlines()]
         return {str(line["digest"]): dict(line["settings"]) for line in lines}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

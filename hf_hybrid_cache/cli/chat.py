@@ -94,7 +94,9 @@ def chat(
             say_what_is_read(talk, why_no_more(talk), out, notes)
             say(f"{talk.num_free:,} tokens are left to talk")
             with raising_interrupts():
-                say(f"document read in {talk.read():.1f} s")
+                seconds, reuse = talk.read(), talk.reuse
+                is_taken = reuse is not None and reuse.num_tokens == len(talk.document.token_ids)
+                say(f"document {'taken from the store' if is_taken else 'read'} in {seconds:.1f} s")
         if talk.turns:
             last = talk.turns[-1]
             say(f"last question: {shortened(last.question)}\nlast answer: {last.answer.strip()}")

@@ -134,7 +134,7 @@ class Cache:
     ] = None
     bits: Annotated[
         Literal[8, 4, 2] | None,
-        option(CACHE, f"Bits of keys and values: a quantized cache. Its default: {DEFAULT_BITS}."),
+        option(CACHE, f"Bits of keys and values, not of weights: a quantized cache. Its default: {DEFAULT_BITS}."),
     ] = None
     cpu_decode: Annotated[
         Literal["yes", "no"] | None,
@@ -177,7 +177,8 @@ class Model:
         str, option(MODEL, f"{DEFAULT_MODEL}, a model of the Hugging Face Hub, a folder, or a GGUF file.")
     ] = DEFAULT_MODEL
     weights: Annotated[
-        WeightBits | None, option(MODEL, "Bits of each weight, for a model on the CPU. Default: as they are.")
+        WeightBits | None,
+        option(MODEL, "Bits of each weight, for a model on the CPU. Default: as they are, also with --bits."),
     ] = None
     experts: Annotated[
         Literal["host"] | None,

@@ -108,12 +108,8 @@ class Report:
 
     def _why_not_on_the_gpu(self) -> str:
         """Say what plans with the model on the GPU lack, and which weights of another library would fit there."""
-        model, context, on_gpu = (
-            self.cost,
-            self.chosen[0].context,
-            [p for p in self.plans if p.strategy != Strategy.CPU],
-        )
-        if on_gpu:
+        model, context = self.cost, self.chosen[0].context
+        if on_gpu := [plan for plan in self.plans if plan.strategy != Strategy.CPU]:
             nearest = min(on_gpu, key=lambda plan: plan.short_device_bytes + plan.short_host_bytes)
             short = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
             missing = " and ".join(f"{_gibibytes(size)} GiB of {where} memory" for where, size in short.items() if size)

@@ -235,8 +235,8 @@ def read_bytes(path: Path | None) -> bytes:
 
 def _fetched(address: str) -> bytes:
     """Fetch a page or a file; text begins with a mark of UTF-8 where the server names another encoding."""
-    request = urllib.request.Request(address, headers={"User-Agent": f"hf_hybrid_cache/{__version__}"})
     try:
+        request = urllib.request.Request(address, headers={"User-Agent": f"hf_hybrid_cache/{__version__}"})
         with urllib.request.urlopen(request, timeout=_SILENT_SECONDS) as answer:
             content, headers = answer.read(_MOST_BYTES + 1), answer.headers
     except HTTPError as error:

@@ -193,7 +193,8 @@ class Keeper:
             self.keep(reached)
         except (NodeNotFoundError, PrefixStoreFolderError) as error:
             self._is_keeping = False
-            warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
+            beyond = f" beyond {self._end:,} tokens" if self._end else ""
+            warnings.warn(f"The prompt is read, and not kept{beyond}: {error}", stacklevel=5)
 
     def keep(self, reached: int) -> str:
         """Add a node with what is not stored of the first `reached` tokens, and return its name; see `Folder.add`."""

@@ -141,6 +141,8 @@ def test_a_conversation_goes_on_with_what_it_was_begun_with(model: Path, report:
     talk = run(*resume, typed="/undo\nWhere?\n/stats\n")
     assert whole.endswith(talk.stdout)
     assert "going on with report.txt: Who?: " in talk.stderr
+    again = converse(model, [*begun, "--bits", "8", "--weights", "8", "--system", "Be brief."])
+    assert "\ndocument taken from the store in " in again.stderr
     assert f"last question: Where?\nlast answer: {talk.stdout.strip()}" in talk.stderr
     assert "of 8 bits" in talk.stderr
     run(*resume, typed="/forget\n")

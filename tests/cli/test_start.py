@@ -17,6 +17,8 @@ from hf_hybrid_cache.cli import let_waiting_threads_sleep
 from hf_hybrid_cache.cli.console import consoles, end_line, exit_codes, note, write
 from hf_hybrid_cache.errors import HybridCacheError
 
+from .terminals import Terminal
+
 # The main thread waits for a thread that computes, as it does while a model answers.
 WAITING = """
 import os, queue, signal, threading
@@ -136,6 +138,24 @@ def test_remarks_are_plain_where_no_color_is_wanted(monkeypatch: pytest.MonkeyPa
     for wanted, systems in (("", {"standard"}), ("1", {None})):
         monkeypatch.setenv("NO_COLOR", wanted)
         assert {each.color_system for each in consoles()} == systems
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal of POSIX")
+def test_bars_of_other_libraries_vanish_from_the_terminal():
+    program = """
+import contextlib
+from hf_hybrid_cache.cli import main
+with contextlib.suppress(SystemExit):
+    main()
+from tqdm import tqdm
+for _ in tqdm(range(3), desc="loading"):
+    pass
+print("ended")
+"""
+    with Terminal("-c", program, "--version") as terminal:
+        shown = terminal.wait_for("ended")
+    assert "loading: " in shown
+    assert shown.count("\n") == 1  # after the version: a bar that stays has one, too
 
 
 def test_a_text_of_a_model_cannot_steer_the_terminal():

@@ -69,28 +69,35 @@ def test_numbers_of_records_follow_from_their_samples():
 def headline() -> Iterator[str]:
     """Yield what the README says of prompts, whole steps, the server and the prefix store."""
     shape = "llama-3.2-1b-random"
-    prompts = {cell["tokens"]: cell["median_seconds"] for cell in only(f"prompt_peers/{shape}")["cells"]}
-    ours, stock = "ours W8/KV8", "stock W16/KV16"
-    pairs = [f"{prompts[tokens][ours]:.0f} s ({prompts[tokens][stock]:.0f})" for tokens in (2048, 8192)]
-    sweep = "context_sweep/amd-epyc-znver4-2-cores"
-    real = {name: each["result"] for name, each in report.load_records(sweep).items() if "--real--" in name}
-    longer = real[f"{shape}--stock--cpu--32768--20--real--0"]["ttft_seconds"] / 60
-    longest = real[f"{shape}--quantized-4-weights-4--cpu--131072--20--real--0"]["ttft_seconds"] / 60
-    pairs += [f"{prompts[32768][ours] / 60:.1f} min ({longer:.1f})", f"{longest:.0f} min, in 4 bits"]
-    yield f"| it is read (Zen 4) | {' | '.join(pairs)} |"
+    sweep = report.load_records("context_sweep/amd-epyc-znver4-2-cores")
+
+    def real(cache: str, tokens: int, field: str) -> float:
+        return float(sweep[f"{shape}--{cache}--cpu--{tokens}--20--real--0"]["result"][field])
+
+    def both(tokens: int, field: str) -> tuple[float, float]:
+        return real("quantized-4-weights-4", tokens, field), real("stock", tokens, field)
+
+    seconds = {tokens: both(tokens, "ttft_seconds") for tokens in (2048, 8192, 32768)}
+    pairs = [f"{seconds[tokens][0]:.0f} s ({seconds[tokens][1]:.0f})" for tokens in (2048, 8192)]
+    longest = real("quantized-4-weights-4", 131_072, "ttft_seconds") / 60
+    pairs += [
+        "{:.1f} min ({:.1f})".format(*(each / 60 for each in seconds[32768])),
+        f"{longest:.0f} min (not measured)",
+    ]
+    yield f"| it is read, once | {' | '.join(pairs)} |"
+    steps = [[1e3 / each for each in both(tokens, "tokens_per_second")] for tokens in seconds]
+    (fused,) = only(f"whole_step/fused-131072-tokens/{shape}")["cells"]
+    steps.append([1e3 * fused["median_seconds"][name] for name in ("ours W4/KV4", "stock W16/KV16")])
+    yield f"| each token of an answer | {' | '.join(f'{ours:.0f} ms ({stock:,.0f})' for ours, stock in steps)} |"
     cells = report.load_records(f"whole_step/{shape}")["amd-epyc-znver5-2-cores"]["cells"]
-    steps = {cell["context_tokens"]: {n: 1e3 * s for n, s in cell["median_seconds"].items()} for cell in cells}
-    pairs = [f"{steps[tokens][ours]:.0f} ms ({steps[tokens][stock]:,.0f})" for tokens in (8192, 32768, 131_072)]
-    yield f"| each token of an answer (Zen 5) | | {' | '.join(pairs)} |"
-    last = steps[131_072]
+    last = {name: 1e3 * each for name, each in cells[-1]["median_seconds"].items()}
 
-    def peer(name: str, bits: int) -> str:
+    def peer(name: str) -> str:
         """The milliseconds with the faster of its keys and values."""
-        return f"{min(last[f'{name} W{bits}/KV{of_states}'] for of_states in (bits, 16)):.0f}"
+        return f"{min(last[f'{name} W4/KV{of_states}'] for of_states in (4, 16)):.0f}"
 
-    yield f"llama.cpp takes {peer('llama.cpp', 8)} ms a token in 8 bits, ik_llama.cpp {peer('ik_llama.cpp', 8)};"
-    four = peer("llama.cpp", 4), peer("ik_llama.cpp", 4)
-    yield f"in 4 bits it is {last['ours W4/KV4']:.0f} ms here, {four[0]} and {four[1]} there"
+    here = f"There a token takes {last['ours W4/KV4']:.0f} ms on a Zen 5"
+    yield f"{here}, with llama.cpp {peer('llama.cpp')} and with its fork ik_llama.cpp {peer('ik_llama.cpp')}."
     asked = only("serving")["first_token_seconds"]["ours"]
     first, later = asked["first question"][0], sorted(asked["another question"])[1]
     yield f"comes after {later:.1f} s instead of {first:.0f}"
