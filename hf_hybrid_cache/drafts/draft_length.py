@@ -14,8 +14,8 @@ _LENGTHS, _CHANCES = (3, 4, 5, 8, 12, 16), (0.3, 0.4, 0.55, 0.7, 0.8, 0.9)
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
 # A row more of a pass takes so much of a step, before any is measured; that counts as so many rows, and fades, too.
 _ROW, _FIRST_ROWS, _ROWS_FADING = 0.2, 4.0, 0.8
-# Steps whose median is the time of one.
-_STEPS = 9
+# Steps whose median is the time of one, and how many times as long as expected a pass with a draft counts at most.
+_STEPS, _LONGEST = 9, 3.0
 
 
 class DraftLength:
@@ -30,7 +30,7 @@ class DraftLength:
 
     What a pass may lose, `k * row` steps, is at most the credit: one step first, then what drafts have gained, up to
     four steps, without what they have lost, and a hundredth of a step for each token. So an answer of `n` tokens takes
-    at most `1 + n / 100` steps more than without drafts, and one more pass that took longer than those before it.
+    at most `1 + n / 100` steps more than without drafts, and what passes took beyond three times what was expected.
 
     Everything is in steps, so the seconds may be those of any clock.
     """
@@ -38,7 +38,7 @@ class DraftLength:
     def __init__(self) -> None:
         self._credit = _FIRST_CREDIT
         self._steps = deque[float](maxlen=_STEPS)
-        self._row_seconds = self._rows = 0.0
+        self._row_steps = self._rows = 0.0
         self._known = [(_FIRST_WEIGHT * chance, _FIRST_WEIGHT) for chance in _CHANCES]
 
     def tokens(self, match_length: int, most: int) -> int:
@@ -76,15 +76,16 @@ class DraftLength:
 
     def note_draft(self, drafted: int, accepted: int, seconds: float) -> None:
         """Note the time of a pass with a draft, and with that of taking tokens back."""
-        step = median(self._steps) or 1.0
-        self._row_seconds = _ROWS_FADING * self._row_seconds + max(0.0, seconds - step) / step
+        # One that takes many times as long as expected has waited for something else, unless the next ones do, too.
+        steps = min(seconds / (median(self._steps) or 1.0), _LONGEST * (1 + drafted * self._row))
+        self._row_steps = _ROWS_FADING * self._row_steps + max(0.0, steps - 1)
         self._rows = _ROWS_FADING * self._rows + drafted
-        self._earn((1 + accepted) * (1 + _CREDIT_A_TOKEN) - seconds / step)
+        self._earn((1 + accepted) * (1 + _CREDIT_A_TOKEN) - steps)
 
     @property
     def _row(self) -> float:
         """Steps that a drafted token takes."""
-        return (_FIRST_ROWS * _ROW + self._row_seconds) / (_FIRST_ROWS + self._rows)
+        return (_FIRST_ROWS * _ROW + self._row_steps) / (_FIRST_ROWS + self._rows)
 
     def _earn(self, steps: float) -> None:
         self._credit = min(_MOST_CREDIT, self._credit + steps)

@@ -48,6 +48,8 @@ EXPERIMENTS: dict[str, list[str]] = {
         f"steps.checkouts '{REPOSITORY}' --models smollm2-135m --contexts 64 --bits 4 --rounds 2",
         "steps.continuations --contexts 300 --continuations 2 --layers 1 --rounds 1 --beam-context 200 --beams 2 "
         "--new-tokens 2 --questions 3 --question-context 200 --at-once 2",
+        "steps.drafts --models smollm2-135m --tasks 'copy a passage' 'random text, given' --documents 300 "
+        "--new-tokens 8 --rounds 1",
         f"steps.decode_speed --prefill synthetic --bits 4 --steps 2 {SMOLLM2}",
         f"steps.decode_speed --prefill real --steps 2 {SMOLLM2}",
     ],
