@@ -54,7 +54,7 @@ class Chat:
     Args:
         model: answers.
         tokenizer: of the model; its chat template is used if it has one.
-        documents: names of files and folders, or what `read_documents` returned.
+        documents: names of files and folders, addresses (http, https), or what `read_documents` returned.
         system: system message; `None` for that of the chat template.
         context: tokens of the documents that are read at most; `None` for what leaves room to talk.
         leave: tokens that documents leave to questions and answers at least; `None` for 256 and an answer, of which
@@ -235,7 +235,7 @@ class Chat:
         Add documents, after those that are there and before all questions; all tokens are read again.
 
         Args:
-            documents: names of files and folders.
+            documents: names of files and folders, and addresses.
 
         Raises:
             DocumentError: a document cannot be read.

@@ -128,7 +128,7 @@ def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
 def table_of(listed: Iterable[Numbered], console: Console) -> str:
     """A table with a line for each, as wide as a terminal; what is empty for all, or has no room there, is left out."""
     columns = {heading: texts for heading, *texts in zip(_HEADINGS, *(each.row for each in listed), strict=True)}
-    columns = {heading: texts for heading, texts in columns.items() if any(texts)}
+    columns = {heading: texts for heading, texts in columns.items() if any(texts) or heading == "title"}
     widths = {heading: max(map(cell_len, (heading, *texts))) for heading, texts in columns.items()}
     if console.is_terminal:
         for heading in _LESS_WANTED:
@@ -205,7 +205,7 @@ def _export(exported: Numbered, as_json: bool, out: Console) -> None:
     talk = exported.stored.details.get("conversation")
     if talk is None or not exported.stored.is_conversation:
         raise UsageError(f"{exported.stored.name} is no conversation of this version, so it has no text to export.")
-    texts = [(question, answer) for question, answer, _ in talk["turns"]]
+    texts = [(question, answer) for question, answer, *_ in talk["turns"]]
     if as_json:
         system = exported.stored.details.get("system")
         messages = [("system", system)] * bool(system)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_list_is_as_wide_as_the_terminal_and_begins_all_titles(folder: Path):
     rows = numbered(existing_store(folder))
+    untitled = [replace(row, stored=replace(row.stored, title="")) for row in rows]
+    assert table_of(untitled, Console(width=60, force_terminal=True)).count("\n") == 3
     whole = table_of(rows, Console(width=200, force_terminal=True)).splitlines()
     for width in (40, 60, 80, 100):
         told = table_of(rows, Console(width=width, force_terminal=True)).splitlines()
