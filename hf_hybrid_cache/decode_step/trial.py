@@ -152,14 +152,14 @@ def _require_alike(
 
 
 def _apart(some: torch.Tensor, others: torch.Tensor) -> float:
-    """How far states differ, relative to all numbers together."""
+    """The difference of states, relative to all numbers together."""
     return float((some.float() - others.float()).norm() / others.float().norm())
 
 
 def _apart_by_rounding(
     decoder: Any, cache: HybridCache, tokens: torch.Tensor, own: torch.Tensor, given: dict[str, Any]
 ) -> float:
-    """How far the model's own results differ from themselves where embeddings are rounded otherwise."""
+    """The most that the model's own results differ by from themselves where embeddings are rounded otherwise."""
     states, generator = decoder.get_input_embeddings()(tokens), torch.Generator().manual_seed(0)
     half_a_unit, results = torch.finfo(states.dtype).eps / 2, []
     for _ in range(_PERTURBATIONS):

@@ -86,9 +86,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bi
 
 @settings(max_examples=12)
 @given(passes(), st.sampled_from(["sdpa", "eager"]))
-def test_a_pass_of_any_shape_gives_what_the_own_forward_gives_over_dynamic_cache(
-    shape: tuple[list[int], int], attention: str
-):
+def test_a_pass_of_any_shape_gives_what_the_own_forward_gives(shape: tuple[list[int], int], attention: str):
     lengths, length = shape
     own, ours = models_with(attention)
     fused: FusedDecode = vars(ours.model)["forward"]
@@ -136,7 +134,7 @@ def test_a_mask_of_any_ranges_gives_what_the_own_forward_gives(data: st.DataObje
     assert vars(ours.model)["forward"].fused_steps > before
 
 
-def test_generate_with_eight_beams_runs_in_one_call_and_gives_the_own_tokens():
+def test_eight_beams_run_in_one_call_and_give_the_own_tokens():
     own, ours = models_with("sdpa")
     fused, prompt = vars(ours.model)["forward"], random_prompt(1, 60)
     before = copy.copy(fused.other_passes)
@@ -173,7 +171,7 @@ def test_a_short_turn_of_a_chat_is_read_in_one_call():
     assert fused.other_passes == before
 
 
-def test_a_head_with_a_hook_or_gradients_or_a_forward_of_its_own_is_called_as_it_is():
+def test_a_head_with_a_hook_or_gradients_or_another_forward_is_called():
     model = made_at_random(**ODD)
     head, calls = model.lm_head, list[Any]()
     with fuse_decode(model):
@@ -191,6 +189,6 @@ def test_a_head_with_a_hook_or_gradients_or_a_forward_of_its_own_is_called_as_it
         assert head(1) == 1
 
 
-def test_a_model_whose_experts_python_calls_says_that_rows_are_not_repeated():
+def test_a_model_whose_experts_python_calls_does_not_repeat_rows():
     assert not fuse_decode(made_at_random("Qwen3Moe")).repeats_rows
     assert fuse_decode(made()).repeats_rows

@@ -140,7 +140,7 @@ def test_fuse_decode_when_a_step_is_none_of_rows_then_says_why(reason: str):
     assert reason in refusal(REFUSED[reason]())
 
 
-def test_fuse_decode_when_rounding_to_bfloat16_changes_much_then_a_step_is_fused():
+def test_a_step_in_which_rounding_to_bfloat16_changes_much_is_fused():
     model = with_norm(Sensitive().eval(), dtype=torch.bfloat16)
     fuse_decode(model)
     assert is_fused(model)

@@ -114,7 +114,7 @@ def test_only_what_a_gpu_and_a_model_can_do_is_planned(
     assert (recommended(as_they_are).cache == "stock") == (family == "mistral_sliding")
 
 
-def test_windows_alone_when_the_model_is_on_the_cpu_then_are_planned_in_full_precision():
+def test_windows_alone_on_the_cpu_are_planned_in_full_precision():
     model = model_cost(FAMILIES["mistral_sliding"]())
     assert {plan.cache for plan in make_plans(model, 500, Machine(0, 2**45))} == {"stock", "dynamic"}
 
