@@ -369,4 +369,4 @@ def is_fused(model: PreTrainedModel) -> bool:
 def repeats_rows(model: PreTrainedModel) -> bool:
     """Return whether steps of a model run in one call, in which a token has the same bits whatever comes with it."""
     fused = vars(model.get_decoder()).get("forward")
-    return isinstance(fused, FusedDecode) and bool(getattr(fused, "repeats_rows", False))
+    return isinstance(fused, FusedDecode) and bool(fused.repeats_rows)

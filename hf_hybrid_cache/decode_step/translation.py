@@ -88,7 +88,7 @@ _SAME = "neg abs exp expm1 log log1p tanh sigmoid erf sqrt rsqrt reciprocal mul 
 RULES: dict[str, Callable[..., bool]] = {
     **{name: lambda write, out, *operands, name=name: write(name, out, *operands) for name in (*_SAME.split(), "div")},
     **{name: partial(_reduced, name) for name in REDUCTIONS},
-    **dict.fromkeys(("clone", "_to_copy"), lambda write, out, x: write("copy", out, x)),
+    **dict.fromkeys(("clone", "_to_copy", "to"), lambda write, out, x, *_: write("copy", out, x)),
     **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_strided"), lambda *_: True),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like", "zero"), lambda write, out, *_: write("copy", out, 0.0)),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda write, out, *_: write("copy", out, 1.0)),

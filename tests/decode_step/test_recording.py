@@ -18,6 +18,7 @@ from transformers import (
 from decode_step.twins import FIRST_STEP, SIZES, Twins, made, made_at_random
 from hf_hybrid_cache import DynamicHybridCache, quantize_weights
 from hf_hybrid_cache.decode_step import UnknownStepError, fuse_decode, is_fused
+from hf_hybrid_cache.decode_step.recording import PythonCall
 from hf_hybrid_cache.weights.quantized_weight import HostWeight
 
 from common.modes import generate
@@ -196,11 +197,16 @@ def test_a_step_when_computed_in_any_way_gives_what_the_own_forward_gives(change
 ACTIVATIONS = ["gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu", "tanh", "sigmoid", "mish"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_step_with_any_activation_gives_what_the_own_forward_gives(activation: str):
-    twins = Twins(made_at_random(hidden_act=activation))
+def test_a_step_with_any_activation_is_all_in_kernels(activation: str, dtype: torch.dtype):
+    twins = Twins(
+        made_at_random(dtype=dtype, hidden_act=activation), tolerance=1e-4 if dtype == torch.float32 else 0.05
+    )
     twins.forward(random_prompt(2, 40))
     assert twins.steps(2) == 2
+    step = twins.fused.recognise(twins.model.get_decoder()).step
+    assert [each for each in step.steps if isinstance(each, PythonCall)] == []
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
