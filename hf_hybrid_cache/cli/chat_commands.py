@@ -13,7 +13,7 @@ from rich.console import Console
 from ..chat.settings import AnswerSettings, SettingError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
-from .console import UsageError, note, out_of_memory, write
+from .console import UsageError, json_object, note, out_of_memory, write
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -335,6 +335,13 @@ def _parsed(name: str, value: str) -> Any:
         return field.default
     if name == "stop":
         return (value,)
+    try:
+        if name == "thinking":
+            return {"yes": True, "no": False}[value]
+        if name == "chat_template_kwargs":
+            return json_object(value)
+    except (KeyError, ValueError):
+        raise SettingError(f"{name} must be {'yes or no' if name == 'thinking' else 'JSON'}, got {value!r}.") from None
     kind = int if int in (field.type, *get_args(field.type)) else float
     try:
         return kind(value)
