@@ -160,9 +160,9 @@ class Generator:
     def _is_ended(self, made: "Generation", token_ids: list[int]) -> bool:
         """Return whether an answer ends with an end-of-text token of the model, or has one of the texts that end it."""
         ends = getattr(self._model.generation_config, "eos_token_id", None)
-        return token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends) or self._has_stop(
-            made, token_ids
-        )
+        if token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends):
+            return True
+        return self._has_stop(made, token_ids)
 
     def _has_stop(self, made: "Generation", token_ids: list[int]) -> bool:
         stop = made.settings.stop

@@ -222,11 +222,12 @@ class ChatTemplate:
         except PromptError:  # of an answer that is the last message
             return None
         before, _, after = whole.partition(thought)
-        if content in after and before.startswith(usual_prompt.rstrip()):
-            begin, end = before.removeprefix(usual_prompt.rstrip()).strip(), after.partition(content)[0]
-            # Where it is empty, the prompt has begun the thought, by its last tag.
-            begin = begin or _LAST_TAG.findall(usual_prompt)[-1]
-        else:
+        end, has_content, _ = after.partition(content)
+        begin = ""
+        if has_content and end.strip() and before.startswith(usual_prompt.rstrip()):
+            # Where nothing is between, the prompt has begun the thought, by its last tag.
+            begin = before.removeprefix(usual_prompt.rstrip()).strip() or "".join(_LAST_TAG.findall(usual_prompt))
+        if not begin:
             token_texts = (each.content for each in self.tokenizer.added_tokens_decoder.values())
             marks = named_marks([str(self.tokenizer.chat_template), *token_texts])
             if marks is None:

@@ -88,7 +88,6 @@ class ThoughtTokens:
         form: of the thought; `None` for none.
         most: its tokens at most, without marks.
         decode: makes text of tokens.
-
     """
 
     def __init__(self, form: ThoughtForm | None, most: int, decode: Callable[[Sequence[int]], str]):
@@ -142,13 +141,12 @@ class ThoughtTokens:
             self._end = length if spent == self._most + len(self._left) else None
         elif form.end in self._decode(token_ids[max(self._begin, length - len(form.end.encode())) : length]):
             self._end = length
-        if (
-            form is not None and self._begin is not None and length == self._begin + self._most
-        ):  # it may have begun to end
-            begun = (
-                size for size in range(len(form.end_ids) - 1, -1, -1) if _ends(token_ids, length, form.end_ids[:size])
-            )
-            self._left = form.end_ids[next(begun) :]
+        if form is not None and self._begin is not None and length == self._begin + self._most:
+            last = tuple(token_ids[:length])
+            # It may have begun to end by itself.
+            sizes = range(min(length, len(form.end_ids) - 1), -1, -1)
+            begun = next(size for size in sizes if last[length - size :] == form.end_ids[:size])
+            self._left = form.end_ids[begun:]
 
 
 class ThoughtLimit(LogitsProcessor):
@@ -170,10 +168,6 @@ class ThoughtLimit(LogitsProcessor):
                 row.fill_(-torch.inf)
                 row[thought.forced] = 0
         return scores
-
-
-def _ends(token_ids: Sequence[int], length: int, last: Sequence[int]) -> bool:
-    return list(token_ids[length - len(last) : length]) == list(last)
 
 
 def overlap(text: str, mark: str) -> int:

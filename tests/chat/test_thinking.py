@@ -193,3 +193,13 @@ def test_parts_of_a_text_are_the_same_however_it_is_cut(name: str, thought: str,
     parts = list(form.parts([*pieces, text]))
     assert "".join(part for part in parts if isinstance(part, Thought)) == thought.strip()
     assert "".join(part for part in parts if not isinstance(part, Thought)) == answer.lstrip()
+
+
+def test_template_that_marks_no_thought_has_none():
+    tokenizer = tokenizer_of("Qwen3")
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.thinking }} {{ m.content }}\n{% endfor %}assistant:"
+    tokenizer.chat_template = plain
+    assert ChatTemplate(tokenizer).thought.begin == "<think>"  # a token of the tokenizer
+    tokenizer = tokenizer_of("gpt-oss")
+    tokenizer.chat_template = plain
+    assert ChatTemplate(tokenizer).thought is None
