@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .chat import OpenAnswerError as OpenAnswerError
     from .chat import Turn as Turn
     from .choosing import not_followed as not_followed
+    from .choosing import sampling as sampling
     from .generating import Answer as Answer
     from .generating import FinishReason as FinishReason
     from .generating import Generation as Generation
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .settings import DEFAULT_BITS as DEFAULT_BITS
     from .settings import AnswerSettings as AnswerSettings
     from .settings import SettingError as SettingError
+    from .thinking import Thought as Thought
     from .tracked_cache import CACHES as CACHES
     from .tracked_cache import TrackedCache as TrackedCache
     from .tracked_cache import cache_maker as cache_maker
@@ -34,13 +36,14 @@ __getattr__, __all__ = lazy_names(
     __name__,
     {
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
-        "choosing": ("not_followed",),
+        "choosing": ("not_followed", "sampling"),
         "generating": ("Answer", "FinishReason", "Generation", "Generator"),
         "prompts": (
             *("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError"),
             *("context_length", "room_for_answer"),
         ),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
+        "thinking": ("Thought",),
         "tracked_cache": ("CACHES", "TrackedCache", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },
 )

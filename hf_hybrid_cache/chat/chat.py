@@ -23,6 +23,7 @@ from ..token_ids import num_common
 from .generating import Answer, Generation, Generator
 from .prompts import Asked, ChatTemplate, DocumentPrompt, PromptError, context_length, room_for_documents
 from .settings import DEFAULT_BITS, AnswerSettings
+from .thinking import Thought
 from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_out_of_memory
 
 # Answers that are generated together at most, unless told otherwise.
@@ -37,11 +38,12 @@ class OpenAnswerError(HybridCacheError, RuntimeError):
 
 
 class Turn(NamedTuple):
-    """A question, the text of its answer, as later questions repeat it, and the tokens that were generated."""
+    """A question, the text of its answer, as later questions repeat it, the generated tokens, and the thought."""
 
     question: str
     answer: str
     token_ids: list[int]
+    thinking: str = ""
 
 
 class Chat:
@@ -58,7 +60,7 @@ class Chat:
         system: system message; `None` for that of the chat template.
         context: tokens of the documents that are read at most; `None` for what leaves room to talk.
         leave: tokens that documents leave to questions and answers at least; `None` for 256 and an answer, of which
-            512 count, or less in a short context.
+            512 count, or less in a short context, with its thought.
         cache: "dynamic", "offloaded", "quantized", or "stock" for transformers' own; or an empty cache. `None` is
             "quantized" with `bits`, else "dynamic".
         bits: of keys and values in a quantized cache, 8, 4 or 2; `None` for 4.
@@ -70,6 +72,8 @@ class Chat:
         progress: show how far a prompt is read; or what is called with the number of tokens of each part that is read,
             or comes from the store.
         remark: receives sentences that are no answers; `None` drops them.
+        thoughts: receives the thought before an answer as it comes, in pieces, and at its end an empty one; `None`
+            drops it.
 
     Attributes:
         turns: the questions that were asked, and their answers.
@@ -112,6 +116,7 @@ class Chat:
         details: Mapping[str, Any] | None = None,
         progress: bool | Callable[[int], None] = True,
         remark: Callable[[str], None] | None = None,
+        thoughts: Callable[[str], None] | None = None,
     ):
         self.settings = settings or AnswerSettings()
         self.context = context_length(model)
@@ -119,7 +124,8 @@ class Chat:
         self.reuse: Reuse | None = None
         self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
         self._progress, self._remark = progress, remark or (lambda _: None)
-        self._template = ChatTemplate(tokenizer, system)
+        self._thoughts = thoughts or (lambda _: None)
+        self._template = ChatTemplate(tokenizer, system).given(self.settings)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
         self._details = dict(details or {})
         given: Cache | Callable[[], Cache]
@@ -216,10 +222,16 @@ class Chat:
     @system.setter
     def system(self, text: str | None) -> None:
         self._require_closed()
-        old, template = self._template.start(), ChatTemplate(self._tokenizer, text)
-        new, document = template.start(), self.document.token_ids
+        self._take(ChatTemplate(self._tokenizer, text).given(self.settings))
+        self._go_on_from(self.turns)
+
+    def _take(self, template: ChatTemplate) -> None:
+        """Let prompts begin as another template says."""
+        if template is self._template:
+            return
+        old, new, document = self._template.start(), template.start(), self.document.token_ids
         if document[: len(old)] != old:
-            raise PromptError("It cannot be told where the document of this conversation begins: no message is set.")
+            raise PromptError("It cannot be told where the document of this conversation begins: nothing is set.")
         more = len(new) - len(old)
         if self.num_free <= more:
             raise PromptError(
@@ -228,7 +240,6 @@ class Chat:
             )
         self._template = template
         self.document = replace(self.document, token_ids=[*new, *document[len(old) :]])
-        self._go_on_from(self.turns)
 
     def attach(self, documents: Sequence[str | os.PathLike[str]]) -> None:
         """
@@ -289,7 +300,7 @@ class Chat:
             MemoryError, RuntimeError: memory ends; the question is taken back.
         """
         self._require_closed()
-        self._asked(question)  # what is refused is refused before anything is read
+        self.require_room(question, settings)  # what is refused is refused before anything is read
         return self._generator.closing_at_exit(self._answer(question, settings or self.settings))
 
     def complete(self, text: str, settings: AnswerSettings | None = None) -> abc.Generator[str, None, None]:
@@ -331,17 +342,17 @@ class Chat:
         """
         self._require_closed()
         for question in questions:
-            self._asked(question)
+            self.require_room(question, settings)
         return self._generator.closing_at_exit(self._answers(questions, at_once, settings or self.settings))
 
-    def require_room(self, question: str) -> None:
+    def require_room(self, question: str, settings: AnswerSettings | None = None) -> None:
         """
-        Check that a question can be asked.
+        Check that a question can be asked; see `ask`.
 
         Raises:
             PromptError: the model's context has no room for an answer, or the chat template changes the question.
         """
-        self._asked(question)
+        self._asked(question, settings or self.settings)
 
     def undo(self) -> str | None:
         """Take back the last question and its answer; return the question, or `None` if nothing was asked."""
@@ -413,7 +424,8 @@ class Chat:
         if documents is None:
             return DocumentPrompt(self._template.start())
         context, leave = self._document_options
-        most = max(room_for_documents(self.context, leave, self.settings.max_new_tokens) - talk_tokens, 0)
+        new_tokens = self._template.answer_tokens(self.settings, self.context)
+        most = max(room_for_documents(self.context, leave, new_tokens) - talk_tokens, 0)
         asked = most if context is None else context + len(self._template.start())
         self.cut_at = context if asked < most else None
         return self._template.document(documents, min(asked, most))
@@ -421,7 +433,8 @@ class Chat:
     def _prompt(self, turns: Sequence[Turn], question: str) -> list[int]:
         """Return the tokens of a question after turns, with the documents before them."""
         texts = [text for turn in turns for text in (turn.question, turn.answer)]
-        return self._template.conversation([*texts, question], self.document.token_ids if self._has_document else None)
+        document = self.document.token_ids if self._has_document else None
+        return self._template.conversation([*texts, question], document, [turn.thinking for turn in turns])
 
     def _go_on_from(self, turns: list[Turn]) -> None:
         """Have these turns alone, and their tokens."""
@@ -430,9 +443,10 @@ class Chat:
             *before, last = turns
             self.token_ids = [*self._prompt(before, last.question), *last.token_ids]
 
-    def _asked(self, question: str) -> Asked:
-        """Return a question with its tokens; see `require_room`."""
-        return Asked.of(question, self._prompt(self.turns, question), self.context)
+    def _asked(self, question: str, settings: AnswerSettings) -> Asked:
+        """Return a question with its tokens, in a prompt as settings say; see `require_room`."""
+        self._take(self._template.given(settings))
+        return Asked.of(question, self._prompt(self.turns, question), self.context, self._template.thought)
 
     def _read(self, token_ids: list[int]) -> None:
         """Let the cache hold these tokens; if it lacks the last one alone, that is read with the next ones."""
@@ -457,7 +471,7 @@ class Chat:
 
     def _answer(self, question: str, settings: AnswerSettings) -> abc.Generator[str, None, None]:
         """Answer a question, see `ask`."""
-        asked = self._asked(question)
+        asked = self._asked(question, settings)
         made = Generation([asked], settings)
         try:
             with self._open():
@@ -466,7 +480,8 @@ class Chat:
                 yield from self._pieces(made)
         finally:
             if token_ids := made.token_ids[0]:
-                self.turns.append(Turn(question, self._generator.text(token_ids, settings.stop), token_ids))
+                thought, text = self._generator.texts(made, token_ids)
+                self.turns.append(Turn(question, text, token_ids, thought))
                 self.token_ids = [*asked.token_ids, *token_ids]
                 self._keep_or_say()
 
@@ -479,8 +494,14 @@ class Chat:
 
     def _pieces(self, made: Generation) -> abc.Generator[str, None, None]:
         """Yield the text of an answer, and make it the last one, unless it fails: then it has no tokens."""
+        has_thought = False
         try:
-            yield from self._held.answer(self._generator, made)
+            for piece in self._held.answer(self._generator, made):
+                is_thought = isinstance(piece, Thought)
+                if piece and (is_thought or has_thought):
+                    has_thought = is_thought
+                    self._thoughts(piece if is_thought else "")
+                yield "" if isinstance(piece, Thought) else piece
         except Exception:
             made.token_ids[0].clear()
             raise
@@ -495,10 +516,11 @@ class Chat:
         if not isinstance(self.cache, HybridCache) or not can_answer_together(self._model):
             at_once = 1
         with self._open():
-            asked, so_far = [self._asked(question) for question in questions], self.token_ids
+            asked, so_far = [self._asked(question, settings) for question in questions], self.token_ids
+            most = self._template.answer_tokens(settings, self.context)
             while asked:
                 # One whose answer the context cuts short is alone.
-                have_room = takewhile(lambda each: each.room >= settings.max_new_tokens, asked[:at_once])
+                have_room = takewhile(lambda each: each.room >= most, asked[:at_once])
                 together = Generation(asked[: max(1, len(list(have_room)))], settings)
                 before = so_far[: min(num_common(so_far, each.token_ids) for each in together.asked)]
                 self._read(before)

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .settings import AnswerSettings
 
@@ -18,6 +18,8 @@ _FOLLOWED = {
     "sequence_bias",
     "suppress_tokens",
 }
+# Of settings of answers, what a generation config may have for sampling.
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # What the settings of an answer, and the cache, decide; every other field is transformers' default.
 _DECIDED = {each.name for each in fields(AnswerSettings)} | {"do_sample", "max_length", "cache_implementation"}
 
@@ -45,6 +47,14 @@ def not_followed(of_model: GenerationConfig) -> dict[str, Any]:
     ours = generate_arguments(of_model, AnswerSettings())
     theirs = {name: getattr(of_model, name) for name in ours.keys() - _DECIDED}
     return {name: value for name, value in sorted(theirs.items()) if value and value != ours[name]}
+
+
+def sampling(of_model: GenerationConfig) -> dict[str, Any]:
+    """Return the settings of answers with which a model's generation config samples; empty if it does not."""
+    if not of_model.do_sample:
+        return {}
+    values = {name: getattr(of_model, name, None) for name in _SAMPLED}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _field_names() -> list[str]:
@@ -91,6 +101,8 @@ class Sampling(LogitsProcessor):
             self._warpers.append(TopKLogitsWarper(settings.top_k))
         if settings.top_p is not None:
             self._warpers.append(TopPLogitsWarper(settings.top_p))
+        if settings.min_p is not None:
+            self._warpers.append(MinPLogitsWarper(settings.min_p))
         self._generators = [torch.Generator(device) for _ in range(num_answers)]
         for generator in self._generators:
             if settings.seed is None:

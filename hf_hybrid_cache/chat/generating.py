@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from ..drafts import PromptLookup
 from .choosing import Penalties, Sampling, generate_arguments
 from .prompts import Asked
 from .settings import AnswerSettings
+from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
 _Job = tuple[Callable[[], None], "Future[None]"]
@@ -34,8 +36,10 @@ class Answer:
 
     Attributes:
         question: its text.
-        text: of the answer, without special tokens and what ended it.
-        token_ids: of the answer, with what ended it.
+        text: of the answer, without its thought, special tokens and what ended it.
+        thinking: the thought before it; empty for none.
+        thinking_tokens: those of the thought, with its marks.
+        token_ids: of the thought and the answer, with what ended it.
         finish_reason: "stop" after an end-of-text token or a text of `AnswerSettings.stop`, "length" after
             `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked.
         prompt_tokens: tokens before the answer, those of the question among them.
@@ -56,6 +60,8 @@ class Answer:
     together: int = 1
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    thinking: str = ""
+    thinking_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -90,7 +96,7 @@ class Generator:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: Cache, into: "Generation"
     ) -> abc.Generator[str, None, None]:
         """
-        Generate, and yield the text of the first answer, in a piece for each step, which may be empty.
+        Generate, and yield the text of the first answer, in a piece for each step, which may be empty, or a `Thought`.
 
         Closing the iterator, or Ctrl-C, ends the answers after the step at hand; the cache is whole then.
 
@@ -103,6 +109,7 @@ class Generator:
         pieces: SimpleQueue[str | None] = SimpleQueue()
         stopping = threading.Event()
         streamer = _Streamer(self._tokenizer, pieces, into)
+        texts = iter(pieces.get, None)
 
         def generate() -> None:
             try:
@@ -113,7 +120,7 @@ class Generator:
         future = Future[None]()
         self._jobs.put((generate, future))
         try:
-            yield from _before(into.settings.stop, iter(pieces.get, None))
+            yield from _before(into.settings.stop, into.thought.parts(texts) if into.thought else texts)
         finally:
             stopping.set()
             _wait_for(future)
@@ -122,27 +129,30 @@ class Generator:
         future.result()
         into.is_whole = True
 
-    def text(self, token_ids: list[int], stop: Sequence[str]) -> str:
-        """Return the text of an answer, up to the first of the texts that end one."""
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-        return text[: _end_of(text, stop)]
+    def texts(self, made: "Generation", token_ids: list[int]) -> tuple[str, str]:
+        """Return the thought of an answer, and the text after it, up to the first of the texts that end one."""
+        thought, text = self._parts(made, token_ids)
+        return thought, text[: _end_of(text, made.settings.stop)]
 
     def answers(self, made: "Generation") -> list[Answer]:
         """Return the answers that were generated, with all that is known of them."""
         return [self._answer(made, asked, row) for asked, row in zip(made.asked, made.token_ids, strict=True)]
 
     def _answer(self, made: "Generation", asked: Asked, token_ids: list[int]) -> Answer:
-        stop, together = made.settings.stop, len(made.asked)
+        counted, together = self._counted(made), len(made.asked)
         reason: FinishReason = "stop"
-        if together > 1:
-            token_ids = self.until_end(token_ids, stop)
+        if together > 1:  # without the tokens that follow its end where others are longer
+            starts = (token_ids[:length] for length in range(1, len(token_ids)))
+            token_ids = next((each for each in starts if self._is_whole(made, counted, each)), token_ids)
         if not made.is_whole:
             reason = "interrupted"
-        elif not self.is_ended(token_ids, stop):
+        elif not self._is_ended(made, token_ids):
             reason = "context" if len(token_ids) >= asked.room else "length"
+        thought, text = self.texts(made, token_ids)
+        counted.read(token_ids)
         return Answer(
             question=asked.question,
-            text=self.text(token_ids, stop).strip(),
+            text=text.strip(),
             token_ids=token_ids,
             finish_reason=reason,
             prompt_tokens=len(asked.token_ids),
@@ -151,37 +161,64 @@ class Generator:
             together=together,
             drafted_tokens=made.drafts.drafted_tokens,
             accepted_tokens=made.drafts.accepted_tokens,
+            thinking=thought,
+            thinking_tokens=counted.num_thought,
         )
 
-    def is_ended(self, token_ids: list[int], stop: Sequence[str]) -> bool:
+    def _is_ended(self, made: "Generation", token_ids: list[int]) -> bool:
         """Return whether an answer ends with an end-of-text token of the model, or has one of the texts that end it."""
         ends = getattr(self._model.generation_config, "eos_token_id", None)
         if token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends):
             return True
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True)) if stop else ""
-        return _end_of(text, stop) is not None
+        return self._has_stop(made, token_ids)
 
-    def until_end(self, token_ids: list[int], stop: Sequence[str]) -> list[int]:
-        """Return the tokens of an answer without those that follow its end where others are longer."""
-        lengths = range(1, len(token_ids))
-        return token_ids[: next((n for n in lengths if self.is_ended(token_ids[:n], stop)), len(token_ids))]
+    def _has_stop(self, made: "Generation", token_ids: list[int]) -> bool:
+        stop = made.settings.stop
+        return bool(stop) and _end_of(self._parts(made, token_ids)[1], stop) is not None
+
+    def _is_whole(self, made: "Generation", counted: ThoughtTokens, token_ids: list[int]) -> bool:
+        """Return whether an answer has ended, or is as long as it may be after its thought."""
+        counted.read(token_ids)
+        return counted.num_answer >= made.settings.max_new_tokens or self._is_ended(made, token_ids)
+
+    def _parts(self, made: "Generation", token_ids: list[int]) -> tuple[str, str]:
+        """Return the thought of an answer, and all text after it."""
+        text = self._decoded(made, token_ids)
+        pieces = list(made.thought.parts([text])) if made.thought else [text]
+        thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
+        return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
+
+    def _decoded(self, made: "Generation", token_ids: Sequence[int]) -> str:
+        """Return the text of tokens without special ones, but for the marks of thoughts."""
+        if made.thought is None:
+            return str(self._tokenizer.decode([*token_ids], skip_special_tokens=True))
+        return str(self._tokenizer.decode([each for each in token_ids if each not in made.thought.hidden_ids]))
+
+    def _counted(self, made: "Generation") -> ThoughtTokens:
+        return ThoughtTokens(made.thought, made.most_thinking_tokens, partial(self._decoded, made))
 
     def _generate(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         cache: Cache,
-        into: "Generation",
+        made: "Generation",
         streamer: "_Streamer",
         stopping: threading.Event,
     ) -> None:
-        device, start, settings = self._model.device, input_ids.shape[1], into.settings
+        device, start, settings = self._model.device, input_ids.shape[1], made.settings
+        counted = [self._counted(made) for _ in input_ids]
+
+        def is_ended(counted: ThoughtTokens, token_ids: list[int]) -> bool:
+            counted.read(token_ids)
+            return counted.num_answer >= settings.max_new_tokens or self._has_stop(made, token_ids)
 
         def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
-            rows = token_ids[:, start:].tolist() if settings.stop else [[]] * len(token_ids)
-            texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-            ended = [stopping.is_set() or _end_of(text, settings.stop) is not None for text in texts]
+            ended = [stopping.is_set()] * len(token_ids)
+            if settings.stop or made.thought:
+                rows = zip(counted, token_ids[:, start:].tolist(), strict=True)
+                ended = [stopping.is_set() or is_ended(each, row) for each, row in rows]
             return torch.tensor(ended, device=token_ids.device)
 
         processors: list[LogitsProcessor] = []
@@ -189,8 +226,10 @@ class Generator:
             processors.append(Penalties(settings, start))
         if settings.temperature:
             processors.append(Sampling(settings, len(input_ids), device))
+        if made.thought:
+            processors.append(ThoughtLimit(counted, start))
         if len(input_ids) == 1 and settings.drafts and _repeats_rows(self._model, cache):
-            into.drafts = PromptLookup(settings.drafts)
+            made.drafts = PromptLookup(settings.drafts)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
@@ -198,8 +237,8 @@ class Generator:
             streamer=streamer,
             stopping_criteria=[are_ended],
             logits_processor=processors,
-            custom_generate=into.drafts,
-            **generate_arguments(self._model.generation_config, settings),
+            custom_generate=made.drafts,
+            **generate_arguments(self._model.generation_config, settings) | {"max_new_tokens": made.most_tokens},
         )
 
 
@@ -214,6 +253,9 @@ class Generation:
     Attributes:
         asked: the questions.
         settings: of their answers, which are no longer than the context has room for.
+        thought: form of their thoughts; `None` for none.
+        most_thinking_tokens: of a thought, so that the context has room for the answer after it.
+        most_tokens: of a thought and an answer.
         token_ids: of each answer.
         start: when they were asked, as `time.perf_counter`.
         first: when the first tokens came; `None` before.
@@ -225,6 +267,13 @@ class Generation:
     def __init__(self, asked: Sequence[Asked], settings: AnswerSettings):
         room = min(each.room for each in asked)
         self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
+        self.thought, self.most_thinking_tokens = asked[0].thought, 0
+        self.most_tokens = self.settings.max_new_tokens
+        if self.thought:
+            marks = self.thought.mark_tokens
+            most = 0 if settings.thinking is False else settings.max_thinking_tokens
+            self.most_thinking_tokens = max(0, min(most, room - self.most_tokens - marks))
+            self.most_tokens = min(room, self.most_tokens + self.most_thinking_tokens + marks)
         self.token_ids: list[list[int]] = [[] for _ in asked]
         self.start = self.last = time.perf_counter()
         self.first: float | None = None
@@ -243,14 +292,16 @@ class _Streamer(TextStreamer):
     """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the first answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", made: Generation):
-        super().__init__(tokenizer, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_special_tokens=made.thought is None)
         self._made, self._pieces, self._is_prompt = made, pieces, True
+        self._hidden = made.thought.hidden_ids if made.thought else ()
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:
             self._made.add(value.tolist())
             self._pieces.put("")
-            super().put(value[:1])
+            if int(value[0]) not in self._hidden:
+                super().put(value[:1])
         self._is_prompt = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -258,13 +309,16 @@ class _Streamer(TextStreamer):
 
 
 def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
-    """Yield pieces of a text up to the first of the texts that end it; what may begin one of these waits."""
+    """Yield pieces of an answer up to the first of the texts that end it; what may begin one of these waits."""
     held, is_ended = "", False
     for piece in pieces:
+        if isinstance(piece, Thought):
+            yield piece
+            continue
         held += "" if is_ended else piece
         if (end := _end_of(held, stop)) is not None:
             held, is_ended = held[:end], True
-        waiting = 0 if is_ended else max((_overlap(held, each) for each in stop), default=0)
+        waiting = 0 if is_ended else max((overlap(held, each) for each in stop), default=0)
         ready, held = held[: len(held) - waiting], held[len(held) - waiting :]
         yield ready
     yield held
@@ -273,11 +327,6 @@ def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
 def _end_of(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first of the texts that end an answer begins in its text; `None` if it has none of them."""
     return min((text.index(each) for each in stop if each in text), default=None)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many of the last characters of a text begin another one."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 def _repeats_rows(model: PreTrainedModel, cache: Cache) -> bool:

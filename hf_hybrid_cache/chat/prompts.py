@@ -1,17 +1,22 @@
 """The tokens of prompts: what comes before a document, the document as far as it fits, and questions after it."""
 
+import inspect
 import re
 import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Self
+from functools import cached_property
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..documents import Documents
 from ..errors import HybridCacheError
+from .settings import AnswerSettings
+from .thinking import ThoughtForm, named_marks
 
 # What follows a question where there is no chat template.
 _ANSWER = "\nAnswer:"
@@ -23,6 +28,9 @@ _MARGIN = 256
 _ANSWER_TOKENS, _QUESTION_TOKENS = 512, 256
 # A notice names so many documents of a kind at most.
 _MOST_NAMES = 10
+_LAST_TAG = re.compile(r"[<\[][^<\[\s]*(?=\s*$)")
+# Names that chat templates have for the thought before an answer.
+_THOUGHTS = ("reasoning_content", "thinking")
 
 
 class PromptError(HybridCacheError, ValueError):
@@ -118,21 +126,23 @@ class Asked:
         question: its text; empty for a prompt that is used as it is.
         token_ids: of the whole prompt.
         room: tokens of the model's context that are left for an answer.
+        thought: form of the thought before the answer; `None` for none.
     """
 
     question: str
     token_ids: list[int]
     room: int
+    thought: ThoughtForm | None = None
 
     @classmethod
-    def of(cls, question: str, token_ids: list[int], context: int) -> Self:
+    def of(cls, question: str, token_ids: list[int], context: int, thought: ThoughtForm | None = None) -> Self:
         """Return a question in a context of so many tokens; raises `PromptError` if it has no room for an answer."""
         if len(token_ids) >= context:
             raise PromptError(
                 f"The prompt has {len(token_ids):,} tokens, and the model's context is {context:,}: no room is left "
                 "for an answer."
             )
-        return cls(question, token_ids, context - len(token_ids))
+        return cls(question, token_ids, context - len(token_ids), thought)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -148,7 +158,7 @@ def room_for_answer(context: int, new_tokens: int) -> int:
 def room_for_documents(context: int, leave: int | None, new_tokens: int) -> int:
     """Return the tokens of a context that documents take at most; raises `PromptError` if what they leave is all."""
     if leave is None:
-        leave = room_for_answer(context, new_tokens) + min(_QUESTION_TOKENS, context // 16)
+        leave = new_tokens + min(_QUESTION_TOKENS, context // 16)
     if context <= leave:
         raise PromptError(
             f"{leave:,} tokens are left to questions and answers, and the model's context is {context:,}: ask for "
@@ -174,6 +184,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None):
         self.tokenizer, self.system = tokenizer, system
+        self._values: dict[str, Any] = {}  # of variables of the template
         # No text has them, because nobody knows them: a place in a conversation, and texts of special tokens.
         self._place, self._mark = uuid.uuid4().hex, uuid.uuid4().hex
         self._special = {id: each for id, each in tokenizer.added_tokens_decoder.items() if each.special}
@@ -185,6 +196,66 @@ class ChatTemplate:
         ):
             raise PromptError("The model has no chat template with a system message: leave it out.")
 
+    def given(self, settings: AnswerSettings) -> Self:
+        """Return the template with the values that settings give to its variables; raises `PromptError` for others'."""
+        values = settings.template_values
+        if values == self._values:
+            return self
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        if taken := sorted(own & values.keys()):
+            raise PromptError(f"chat_template_kwargs has no place for {', '.join(taken)}: leave it out.")
+        other = copy(self)
+        other._values = values
+        vars(other).pop("thought", None)
+        return other
+
+    @cached_property
+    def thought(self) -> ThoughtForm | None:
+        """
+        The form of thoughts, as the template writes that of a last answer, or names the mark at its end.
+
+        `None` where it does neither, and no token of the tokenizer is such a mark.
+        """
+        if not self.tokenizer.chat_template:
+            return None
+        thought, content = uuid.uuid4().hex, uuid.uuid4().hex
+        asked, usual = [("user", self._place)], copy(self)
+        usual._values = {}
+        try:
+            prompt, usual_prompt = self._rendered(asked), usual._rendered(asked)
+            whole = usual._rendered([*asked, ("assistant", content, thought)], is_asked=False)
+            plain = usual._rendered([*asked, ("assistant", content)], is_asked=False).partition(content)[0]
+        except PromptError:  # of an answer that is the last message
+            return None
+        before, _, after = whole.partition(thought)
+        end, has_content, _ = after.partition(content)
+        begin = ""
+        if has_content and end.strip() and before.startswith(usual_prompt.rstrip()):
+            # Where nothing is between, the prompt has begun the thought, by its last tag.
+            begin = before.removeprefix(usual_prompt.rstrip()).strip() or "".join(_LAST_TAG.findall(usual_prompt))
+        if not begin:
+            token_texts = (each.content for each in self.tokenizer.added_tokens_decoder.values())
+            marks = named_marks([str(self.tokenizer.chat_template), *token_texts])
+            if marks is None:
+                return None
+            begin, end = marks[0], f"\n{marks[1]}\n\n"
+        answer = plain.removeprefix(usual_prompt).strip() if plain.startswith(usual_prompt) else ""
+        shown = begin + end + answer
+        return ThoughtForm(
+            begin,
+            end.strip(),
+            "" if begin in answer or end.strip() in answer else answer,
+            prompt.rstrip().endswith(begin),
+            tuple(self._tokenized(end, add_special_tokens=False)[0]),
+            frozenset(id for id, each in self._special.items() if each.content not in shown),
+        )
+
+    def answer_tokens(self, settings: AnswerSettings, context: int) -> int:
+        """Return the tokens that are left to an answer, and to its thought, which has less room in a short context."""
+        thinks = settings.thinking is not False and self.given(settings).thought is not None
+        of_thought = min(settings.max_thinking_tokens, context // 4) if thinks else 0
+        return room_for_answer(context, settings.max_new_tokens) + of_thought
+
     def start(self, document: str = "") -> list[int]:
         """
         Return the tokens from the start to the end of a document, or to where the first question begins.
@@ -194,7 +265,9 @@ class ChatTemplate:
         """
         return self._encoded(self._before_question(document.strip()), self._adds_special_tokens)[0]
 
-    def conversation(self, turns: Sequence[str], document: Sequence[int] | None = None) -> list[int]:
+    def conversation(
+        self, turns: Sequence[str], document: Sequence[int] | None = None, thoughts: Sequence[str] = ()
+    ) -> list[int]:
         """
         Return the tokens of a conversation up to the next answer.
 
@@ -203,36 +276,37 @@ class ChatTemplate:
         Args:
             turns: questions and answers in turn; a question is the last one.
             document: the tokens that `start` returned of the document that the first question follows; `None` for none.
+            thoughts: before the answers, of which the template says what is repeated.
 
         Raises:
             PromptError: the chat template refuses the conversation, or changes the first question.
         """
         if document is not None:
-            text = self._conversation([f"{self._place}\n\n{turns[0]}", *turns[1:]])
+            text = self._conversation([f"{self._place}\n\n{turns[0]}", *turns[1:]], thoughts)
             _, mark, after = text.partition(self._place)
             if not mark:
                 raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
             return [*document, *self._encoded(after)[0]]
-        text, start = self._conversation(turns), self._before_question()
+        text, start = self._conversation(turns, thoughts), self._before_question()
         if not text.startswith(start):
             return self._encoded(text, self._adds_special_tokens)[0]
         return [*self.start(), *self._encoded(text[len(start) :])[0]]
 
-    def request(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
+    def request(self, messages: Sequence[tuple[str, ...]]) -> tuple[list[int], int]:
         """
         Return the tokens of messages up to the next answer, and how many of them another question may follow.
 
         These are the tokens up to the last blank line of the last message, or up to this message.
 
         Args:
-            messages: role and content of each.
+            messages: role and content of each, and perhaps the thought before an answer.
 
         Raises:
             PromptError: there is no chat template, or it refuses them.
         """
         if not self.tokenizer.chat_template:
             raise PromptError("The model has no chat template.")
-        role, last = messages[-1]
+        role, last, *_ = messages[-1]
         text = self._rendered(messages)
         start = max(0, self._rendered([*messages[:-1], (role, self._place)]).rfind(self._place))
         shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last).strip())) + 2)
@@ -298,19 +372,30 @@ class ChatTemplate:
             raise PromptError("The model's chat template changes the question, so it cannot follow a document.")
         return before.removesuffix(between)
 
-    def _conversation(self, turns: Sequence[str]) -> str:
+    def _conversation(self, turns: Sequence[str], thoughts: Sequence[str] = ()) -> str:
         """Return the text of questions and answers up to the next answer, with marks, see `_as_text`."""
         if not self.tokenizer.chat_template:
             ends = (_ANSWER, "\n\n")
             return "".join(f"{self._as_text(text)}{ends[index % 2]}" for index, text in enumerate(turns))
-        messages = [("assistant" if index % 2 else "user", text) for index, text in enumerate(turns)]
+        messages: list[tuple[str, ...]] = []
+        for question, answer, thought in zip_longest(turns[::2], turns[1::2], thoughts, fillvalue=""):
+            messages += [("user", question), ("assistant", answer, thought)]
+        del messages[len(turns) :]
         return self._rendered(messages if self.system is None else [("system", self.system), *messages])
 
-    def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return what the chat template makes of roles and contents, with marks, see `_as_text`."""
-        given = [{"role": role, "content": self._as_text(content)} for role, content in messages]
+    def _rendered(self, messages: Sequence[tuple[str, ...]], is_asked: bool = True) -> str:
+        """Return what the chat template makes of messages, see `request`, with marks, see `_as_text`."""
+        given = [
+            {"role": role, "content": self._as_text(content)}
+            | dict.fromkeys(_THOUGHTS if any(thought) else (), self._as_text("".join(thought)))
+            for role, content, *thought in messages
+        ]
         try:
-            return str(self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    given, tokenize=False, add_generation_prompt=is_asked, **self._values
+                )
+            )
         except Exception as error:  # a template is a program
             what = "this conversation" if self.system is None else "a system message, or this one: go on without it"
             reason = next(iter(str(error).splitlines()), type(error).__name__)

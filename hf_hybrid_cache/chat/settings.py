@@ -1,14 +1,19 @@
 """The settings of answers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..drafts import MOST_TOKENS
 from ..errors import HybridCacheError
 
 # Bits of keys and values in a quantized cache.
 DEFAULT_BITS = 4
+# Names that chat templates have for whether a model thinks.
+SWITCHES = ("enable_thinking", "thinking")
 # Of what logits are divided by or multiplied with: they stay finite.
-_LEAST, _MOST = 1e-10, 1e10
+LEAST_TEMPERATURE = _LEAST = 1e-10
+_MOST = 1e10
 
 
 class SettingError(HybridCacheError, ValueError):
@@ -21,10 +26,11 @@ class AnswerSettings:
     Settings of an answer: its length, and how its tokens are chosen.
 
     Args:
-        max_new_tokens: tokens of the answer at most.
+        max_new_tokens: tokens of the answer at most, after its thought.
         temperature: of sampling; 0 takes the likeliest token each time.
         top_p: the likeliest tokens with this probability together are sampled from; `None` for all.
         top_k: so many of the likeliest tokens are sampled from; `None` for all.
+        min_p: tokens are sampled from that have this share of the likeliest one's probability; `None` for all.
         repetition_penalty: above 1 makes earlier tokens less likely; `None` for no penalty.
         presence_penalty: what the logit of each token that the answer has is lowered by, from -2 to 2; `None` for 0.
         frequency_penalty: the same for each time that it has it.
@@ -32,6 +38,10 @@ class AnswerSettings:
         stop: the answer ends before any of these texts.
         drafts: tokens that are drafted from prompt and answer at most, see `PromptLookup`; 0 for none. There are drafts
             where they change no answer: on the CPU, where a step runs in one call (`fuse_decode`).
+        thinking: whether the model thinks before it answers; `None` for the default of its chat template.
+        max_thinking_tokens: tokens of the thought at most; then it is closed, so that an answer comes.
+        chat_template_kwargs: values of variables of the chat template, such as `{"reasoning_effort": "low"}`; `None`
+            for no others.
 
     Raises:
         SettingError: a setting is out of its range, or would be ignored.
@@ -41,25 +51,33 @@ class AnswerSettings:
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     drafts: int = MOST_TOKENS
+    thinking: bool | None = None
+    max_thinking_tokens: int = 2048
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise SettingError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}.")
+        if self.max_thinking_tokens < 0:
+            raise SettingError(f"max_thinking_tokens must be 0 or more, got {self.max_thinking_tokens}.")
         if self.temperature and not _LEAST <= self.temperature <= _MOST:
             raise SettingError(f"temperature must be 0, or from {_LEAST} to {_MOST:.0e}, got {self.temperature}.")
-        for name in ("top_p", "top_k", "seed"):
+        for name in ("top_p", "top_k", "min_p", "seed"):
             if getattr(self, name) is not None and not self.temperature:
                 raise SettingError(f"{name} is for sampling: give a temperature, such as 0.7, or drop it.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise SettingError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
         if self.top_k is not None and self.top_k < 1:
             raise SettingError(f"top_k must be 1 or more, got {self.top_k}.")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise SettingError(f"min_p must be from 0 to 1, got {self.min_p}.")
         if self.repetition_penalty is not None and not _LEAST <= self.repetition_penalty <= _MOST:
             raise SettingError(
                 f"repetition_penalty must be from {_LEAST} to {_MOST:.0e}, got {self.repetition_penalty}."
@@ -73,3 +91,9 @@ class AnswerSettings:
             raise SettingError(f"drafts must be from 0 to {MOST_TOKENS}, got {self.drafts}.")
         if not all(self.stop):
             raise SettingError("stop must not have an empty text, before which every answer ends.")
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """The values of variables of the chat template: `thinking`, by the names that templates have, and others."""
+        named = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking)
+        return named | dict(self.chat_template_kwargs or {})

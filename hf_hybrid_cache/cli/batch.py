@@ -182,6 +182,10 @@ def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: AnswerOpt
         "max_new_tokens": answer.settings().max_new_tokens,
         "sampling": sampling,
         "top_k": answer.top_k,
+        "min_p": answer.min_p,
+        "thinking": answer.thinking,
+        "max_thinking_tokens": answer.max_thinking_tokens,
+        "chat_template_kwargs": answer.chat_template_kwargs,
         "stop": answer.stop or None,
     }
 
@@ -241,14 +245,14 @@ class _Reader:
         notes: Console,
         at_once: int | None,
     ):
-        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together, context_length, room_for_answer
+        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together, context_length
 
         self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
         self._folder, self._progress, self._notes = folder, progress, notes
         settings: AnswerSettings = of_chat["settings"]
         self._context = context_length(loaded.model)
-        self._room_for_answer = room_for_answer(self._context, settings.max_new_tokens)
-        self._template = ChatTemplate(loaded.tokenizer, of_chat["system"])
+        self._template = ChatTemplate(loaded.tokenizer, of_chat["system"]).given(settings)
+        self._answer_tokens = self._template.answer_tokens(settings, self._context)
         self._template.start()  # what is refused here no question could have
         self._at_once = at_once or MOST_TOGETHER
         if self._at_once > 1 and not can_answer_together(loaded.model):
@@ -297,7 +301,7 @@ class _Reader:
             self._model,
             self._tokenizer,
             documents,
-            leave=self._room_for_answer + self._question_tokens(questions),
+            leave=self._answer_tokens + self._question_tokens(questions),
             progress=self._progress.advance if self._notes.is_interactive else True,
             remark=remark,
             **self._of_chat,
@@ -307,7 +311,7 @@ class _Reader:
             raise PromptError(
                 f"The {documents.counted} {'has' if len(documents.files) == 1 else 'have'} "
                 f"{'about ' if read.is_estimate else ''}{read.tokens:,} tokens, of which {read.read_tokens:,} fit into "
-                f"a context of {chat.context:,} with the question and {self._room_for_answer:,} tokens of an answer. "
+                f"a context of {chat.context:,} with the question and {self._answer_tokens:,} tokens of an answer. "
                 "Pass --context to read only the start, or use a model with a longer context."
             )
         fields: dict[str, Any] = {"document_tokens": read.tokens, "read_tokens": read.read_tokens}
@@ -325,7 +329,7 @@ class _Reader:
         for question in questions:
             with suppress(PromptError):
                 lengths.append(len(self._template.conversation([question.text], document=[])))
-        half = (self._context - self._room_for_answer) // 2
+        half = (self._context - self._answer_tokens) // 2
         return max((length for length in lengths if length <= half), default=min(lengths, default=0))
 
 

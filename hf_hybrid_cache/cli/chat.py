@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
-from .console import UsageError, consoles, exit_codes, note, raising_interrupts
+from .console import UsageError, consoles, exit_codes, note, raising_interrupts, think
 from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
 from .task import say_what_is_read, why_no_more
 
@@ -82,6 +82,7 @@ def chat(
         prefix_store = store.open()
         loaded = load_model(model, cache.name, notes)
         options: dict[str, Any] = {**cache.arguments, "settings": answer.settings(), "remark": say}
+        options["thoughts"] = partial(think, notes)
         if stored is not None:
             assert prefix_store is not None
             talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)

@@ -16,7 +16,7 @@ from ..chat.settings import AnswerSettings, SettingError
 from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
-from .console import UsageError, end_line, note, out_of_memory, write
+from .console import UsageError, end_line, json_object, note, out_of_memory, write
 from .task import drafts_text, say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
@@ -388,6 +388,13 @@ def _parsed(name: str, value: str) -> Any:
         return field.default
     if name == "stop":
         return (value,)
+    try:
+        if name == "thinking":
+            return {"yes": True, "no": False}[value]
+        if name == "chat_template_kwargs":
+            return json_object(value)
+    except (KeyError, ValueError):
+        raise SettingError(f"{name} must be {'yes or no' if name == 'thinking' else 'JSON'}, got {value!r}.") from None
     kind = int if int in (field.type, *get_args(field.type)) else float
     try:
         return kind(value)

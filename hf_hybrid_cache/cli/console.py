@@ -48,6 +48,11 @@ def note(notes: Console, text: str) -> None:
     notes.print(_naming_options(without_controls(text)), markup=False, highlight=False, emoji=False, style="dim")
 
 
+def think(notes: Console, piece: str) -> None:
+    """Print a piece of a thought among remarks; the empty one at its end parts it from the answer."""
+    notes.print(without_controls(piece or "\n\n"), markup=False, highlight=False, emoji=False, style="dim", end="")
+
+
 def write(out: Console, text: str) -> None:
     """Write a text as it is, without control characters and without a new line at its end."""
     if not out.quiet:
@@ -83,6 +88,13 @@ def strict_json(line: str) -> Any:
     """
     value = json.loads(line, object_pairs_hook=_with_keys_once)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse an object of JSON, see `strict_json`; raises `ValueError` for anything else."""
+    if not isinstance(value := strict_json(text), dict):
+        raise ValueError(f'an object of JSON is needed, such as {{"name": 1}}, got {text}')
     return value
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..attention import compile_kernels
-from ..chat import not_followed
+from ..chat import not_followed, sampling
 from ..decode_step import UnknownStepError, fuse_decode
 from ..kernels.vector.kernel_files import is_said
 from ..models import load
@@ -97,6 +97,9 @@ def load_model(options: "Model", cache: str, notes: Console) -> LoadedModel:
         except ValueError as error:
             raise _no_experts(options.name) from error
         model.to(device)  # type: ignore[arg-type]
+    if wished := sampling(model.generation_config):
+        named = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in wished.items())
+        note(notes, f"the model's makers sample with {named}; answers follow the options alone")
     if left_out := not_followed(model.generation_config):
         named = ", ".join(f"{name} {value}" for name, value in left_out.items())
         note(notes, f"answers do not follow what the model's generation config says of {named}")

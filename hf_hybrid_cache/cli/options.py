@@ -17,7 +17,7 @@ import typer
 from ..chat.settings import DEFAULT_BITS
 from ..drafts import MOST_TOKENS
 from ..scalars import parse_bytes
-from .console import UsageError, fail
+from .console import UsageError, fail, json_object
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings
@@ -52,7 +52,7 @@ DocumentOption = Annotated[
 AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
 Quiet = Annotated[bool, option(ANSWER, "No remarks, and no progress.", "--quiet")]
 
-_SAMPLING = ("--temperature", "--top-p", "--top-k", "--repetition-penalty", "--seed")
+_SAMPLING = ("--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty", "--seed")
 # Two options that exclude each other in every command that has both, and what is said where both are given.
 EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--compare", "--cache", "--compare takes every cache: drop --cache."),
@@ -209,11 +209,31 @@ class AnswerOptions:
         int | None,
         option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}."),
     ] = None
+    thinking: Annotated[
+        bool | None,
+        option(ANSWER, "Let the model think before it answers, or not. Default: that of the chat template."),
+    ] = None
+    max_thinking_tokens: Annotated[
+        int | None,
+        option(ANSWER, "Tokens of a thought at most; it is closed then, so that an answer comes. Default: 2048."),
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        option(
+            ANSWER,
+            """Values of variables of the chat template, such as '{"reasoning_effort": "low"}'. Default: its own.""",
+            metavar="JSON",
+        ),
+    ] = None
     temperature: Annotated[float, option(ANSWER, "Of sampling; 0 takes the likeliest token each time.")] = 0.0
     top_p: Annotated[
         float | None, option(ANSWER, "Sample from the likeliest tokens with this probability together. Default: 1.")
     ] = None
     top_k: Annotated[int | None, option(ANSWER, "Sample from so many of the likeliest tokens. Default: all.")] = None
+    min_p: Annotated[
+        float | None,
+        option(ANSWER, "Sample from tokens with this share of the likeliest one's probability. Default: 0."),
+    ] = None
     repetition_penalty: Annotated[
         float | None, option(ANSWER, "Above 1: tokens that have occurred become less likely. Default: none.")
     ] = None
@@ -238,7 +258,10 @@ class AnswerOptions:
         from ..chat import AnswerSettings, SettingError
 
         max_new_tokens = default_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-        given = asdict(self) | {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given |= {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())}
+        if self.chat_template_kwargs is not None:
+            given["chat_template_kwargs"] = parsed("--chat-template-kwargs", self.chat_template_kwargs, json_object)
         try:
             return AnswerSettings(**given)
         except SettingError as error:  # whose message begins with the name of the setting

@@ -8,6 +8,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -32,6 +33,21 @@ def serve(
         str | None,
         option(SERVER, "Key that clients have to send. Default: none.", envvar="HF_HYBRID_CACHE_API_KEY"),
     ] = None,
+    origin: Annotated[
+        list[str] | None,
+        option(
+            SERVER,
+            "Origin of web pages that may ask, such as https://example.org; may be repeated, and * is any, with a key. "
+            "Default: none.",
+            metavar="URL",
+        ),
+    ] = None,
+    lenient: Annotated[
+        bool,
+        option(
+            SERVER, "Ignore fields of requests that are not supported, and say so, instead of refusing.", "--lenient"
+        ),
+    ] = False,
     memory: Annotated[
         str | None,
         option(
@@ -47,13 +63,15 @@ def serve(
     Answer clients of OpenAI's API: chat completions and completions, whole or streamed.
 
     Documents are read once: what was read before, also by another process with the same --store, is not read again.
-    Answer settings hold where a request does not say otherwise. One request is answered at a time. Ctrl-C ends.
+    Answer settings hold where a request does not say otherwise. One request is answered at a time. Each is a line on
+    stderr. Ctrl-C ends.
     """
     out, notes = consoles(quiet)
     with exit_codes(notes), contextlib.ExitStack() as stack:
         cache.require_ours("serve")
         if api_key == "":
             raise UsageError("--api-key is empty: give a key, or drop it.")
+        origins = [_origin(each, api_key is not None) for each in origin or ()]
         memory_bytes = parsed("--memory", memory, parse_bytes)
         try:
             from ..serve.app import Server
@@ -90,12 +108,25 @@ def serve(
                 host=host,
                 api_key=api_key,
                 waiting=waiting,
+                origins=origins,
+                is_lenient=lenient,
+                log=say,
                 leave=stack.close,
             )
             write(out, f"{model.name} answers at {url}\n")
             server.run(sockets=[listening])
         if server.signal not in (None, signal.SIGTERM):
             raise typer.Exit(128 + server.signal)
+
+
+def _origin(text: str, has_key: bool) -> str:
+    """The origin that --origin names, as browsers send it; raises `UsageError` for anything else."""
+    if text == "*" and not has_key:
+        raise UsageError("--origin * lets any web page ask: add --api-key, or name the pages.")
+    given = urlsplit(text)
+    if text != "*" and (not given.scheme or not given.netloc or given.path.strip("/") or given.query or given.fragment):
+        raise UsageError(f"--origin must be a scheme and a host, such as https://example.org, got {text!r}.")
+    return text.rstrip("/").lower()
 
 
 def _remove(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..documents import Documents
-from .console import note, write
+from .console import note, think, write
 from .options import Prompt
 
 if TYPE_CHECKING:
@@ -50,14 +50,16 @@ class Task:
         Raises:
             PromptError: the documents do not fit, or there is no place for a system message.
         """
-        from ..chat import Chat, ChatTemplate, context_length, room_for_answer
+        from ..chat import Chat, ChatTemplate, context_length
 
         leave = None
         if self.question is not None:  # documents leave no more room than it takes with its answer
-            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).conversation([self.question], document=[])
-            leave = len(asked) + room_for_answer(context_length(loaded.model), self.settings.max_new_tokens)
+            template = ChatTemplate(loaded.tokenizer, self.prompt.system).given(self.settings)
+            asked = template.conversation([self.question], document=[])
+            leave = len(asked) + template.answer_tokens(self.settings, context_length(loaded.model))
         given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
         given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
+        given["thoughts"] = partial(think, notes)
         return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
 
     def ask(self, chat: "Chat") -> Iterator[str]:
@@ -130,6 +132,7 @@ def answer_fields(answer: "Answer") -> dict[str, Any]:
     """The fields that an answer has in all lines of JSON."""
     return {
         "answer": answer.text,
+        **({"thinking": answer.thinking, "thinking_tokens": answer.thinking_tokens} if answer.thinking_tokens else {}),
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "answer_tokens": len(answer.token_ids),

@@ -13,8 +13,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,13 +23,15 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..chat import AnswerSettings
+from ..chat import AnswerSettings, Thought
 from .engine import Answered, Engine
 from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
 
@@ -65,6 +68,9 @@ class Server(uvicorn.Server):
         host: name or address that the server was told to listen at.
         api_key: that clients have to send; `None` for no key.
         waiting: requests that may wait for their turn.
+        origins: of web pages that may ask; "*" for any.
+        is_lenient: whether what a request says of fields that are not supported is left out, and logged.
+        log: receives a line for each request.
         leave: is called before the process ends at once.
 
     Attributes:
@@ -80,12 +86,16 @@ class Server(uvicorn.Server):
         host: str,
         api_key: str | None,
         waiting: int,
+        origins: Sequence[str],
+        is_lenient: bool,
+        log: Callable[[str], None],
         leave: Callable[[], None],
     ):
         self._engine, self._settings = engine, settings
         self._name = name.encode(errors="replace").decode()  # of a folder, which need not be UTF-8
         self._api_key, self._leave = api_key, leave
         self._hosts = {"localhost", host.lower(), socket.gethostname().lower()}
+        self._origins, self._is_lenient, self._log = frozenset(origins), is_lenient, log
         self._worker, self._begun = ThreadPoolExecutor(1, "requests"), int(time.time())
         self._most_requests, self._requests = 1 + waiting, set[object]()
         self.signal: int | None = None
@@ -94,9 +104,11 @@ class Server(uvicorn.Server):
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
             ],
-            exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), _told),
+            exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), self._told),
+            middleware=[_cross_origin(origins)] if origins else (),
         )
         # What fails in a handler is printed by `_as_told`, with an id, and not by uvicorn as well.
         config = uvicorn.Config(
@@ -128,8 +140,20 @@ class Server(uvicorn.Server):
 
     async def _models(self, request: HTTPRequest) -> Response:
         self._require_known(request)
-        model = {"id": self._name, "object": "model", "created": self._begun, "owned_by": "hf-hybrid-cache"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: HTTPRequest) -> Response:
+        self._require_known(request)
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._begun, "owned_by": "hf-hybrid-cache"}
+
+    def _require_model(self, name: str) -> None:
+        if name != self._name:
+            message = f"There is no model {name[:_LONGEST_NAME]!r}: this server has {self._name!r}."
+            raise APIError(404, message, "model_not_found", "model")
 
     async def _chat(self, request: HTTPRequest) -> Response:
         return await self._answer(request, ChatRequest)
@@ -141,8 +165,10 @@ class Server(uvicorn.Server):
         """Check that a request has the key; without one, that no web page asks, whatever name it has for the server."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if self._api_key is None:
-            if "origin" in request.headers:  # which browsers send
-                raise APIError(403, "A web page may ask only a server with a key: start it with --api-key.", "no_key")
+            origin = request.headers.get("origin")  # which browsers send
+            if origin is not None and origin not in self._origins:
+                message = f"This page may not ask: start the server with --origin {origin[:_LONGEST_NAME]}."
+                raise APIError(403, message, "no_key")
             if not self._is_own(host := request.headers.get("host", "")):
                 message = f"This server is not known as {host[:_LONGEST_NAME]!r}: start it with --api-key, or --host."
                 raise APIError(403, message, "no_key")
@@ -179,20 +205,26 @@ class Server(uvicorn.Server):
         with contextlib.ExitStack() as place:
             self._take(place)
             # Beside the loop, which others wait for.
-            asked = await asyncio.to_thread(parsed, kind, await self._body(request))
-            if asked.model not in ("", self._name):
-                message = f"There is no model {asked.model[:_LONGEST_NAME]!r}: this server has {self._name!r}."
-                raise APIError(404, message, "model_not_found", "model")
+            asked, ignored = await asyncio.to_thread(parsed, kind, await self._body(request), self._is_lenient)
+            if ignored:
+                self._log(f"{_clock()} ignored: {', '.join(ignored)[:_LONGEST_NAME]}")
+            if asked.model:
+                self._require_model(asked.model)
             settings = asked.settings(self._settings)
             form = Form(self._name, isinstance(asked, ChatRequest))
             pieces = self._pieces(request, asked, settings, place.pop_all())
         if asked.stream:
             # A prompt that is refused at once has a status, and not an event.
-            events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage)
+            told = partial(self._as_told, request)
+            events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage, told)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        *texts, end = [piece async for piece in pieces if piece is not None]
-        assert isinstance(end, Answered)
-        return JSONResponse(form.whole("".join(map(str, texts)), *end))
+        texts: list[str] = []
+        async for piece in pieces:
+            if isinstance(piece, Answered):
+                end = piece
+            elif piece is not None and not isinstance(piece, Thought):
+                texts.append(piece)
+        return JSONResponse(form.whole("".join(texts), *end))
 
     def _take(self, place: contextlib.ExitStack) -> None:
         """Take a place among the requests, before anything of one is read, until `place` is closed."""
@@ -211,7 +243,7 @@ class Server(uvicorn.Server):
     ) -> _Pieces:
         """Yield what comes of a request in its turn; closing the generator ends it, and its place, within a step."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[str | Answered | Exception]()
-        is_left = threading.Event()
+        is_left, begun = threading.Event(), time.perf_counter()
 
         def put(piece: str | Answered | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
@@ -246,6 +278,8 @@ class Server(uvicorn.Server):
                     self._require_going_on()
                 if isinstance(piece, Exception):
                     raise piece
+                if isinstance(piece, Answered):
+                    self._log(f"{_clock()} {request.url.path} 200: {_cost(piece, time.perf_counter() - begun)}")
                 yield piece
         finally:
             is_left.set()
@@ -255,6 +289,16 @@ class Server(uvicorn.Server):
     def _require_going_on(self) -> None:
         if self.should_exit:
             raise APIError(503, "The server is stopping.", "stopping")
+
+    async def _told(self, request: HTTPRequest, error: Exception) -> Response:
+        told = self._as_told(request, error)
+        return JSONResponse(told.body(), told.status, told.headers)
+
+    def _as_told(self, request: HTTPRequest, error: Exception) -> APIError:
+        """Return an error as the client of a request is told of it, and log it."""
+        told = _as_told(error)
+        self._log(f"{_clock()} {request.url.path[:_LONGEST_NAME]} {told.status}: {told}")
+        return told
 
 
 class _Connection(H11Protocol):
@@ -274,7 +318,37 @@ class _Connection(H11Protocol):
             self.loop.call_later(_IDLE_SECONDS, self._look, now)
 
 
-async def _events(pieces: _Pieces, piece: str | Answered | None, form: Form, has_usage: bool) -> AsyncIterator[str]:
+def _cross_origin(origins: Sequence[str]) -> Middleware:
+    """Return what answers browsers that ask, without a key, whether a page of these origins may send one."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=["Retry-After"],
+    )
+
+
+def _clock() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _cost(end: Answered, seconds: float) -> str:
+    answer = end.answer
+    return (
+        f"{answer.prompt_tokens:,} tokens, {end.cached_tokens:,} of them cached, {len(answer.token_ids):,} generated, "
+        f"{seconds:.2f} s"
+    )
+
+
+async def _events(
+    pieces: _Pieces,
+    piece: str | Answered | None,
+    form: Form,
+    has_usage: bool,
+    told: Callable[[Exception], APIError],
+) -> AsyncIterator[str]:
     """Yield an answer as server-sent events, from a first piece on."""
     is_first = True
     try:
@@ -287,7 +361,7 @@ async def _events(pieces: _Pieces, piece: str | Answered | None, form: Form, has
             yield _event(form.usage(*piece))
         yield "data: [DONE]\n\n"
     except Exception as error:
-        yield _event(_as_told(error).body())
+        yield _event(told(error).body())
     finally:
         await pieces.aclose()
 
@@ -307,8 +381,3 @@ def _as_told(error: Exception) -> APIError:
     identifier = uuid.uuid4().hex[:12]
     print(f"error {identifier}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     return APIError(500, f"An error inside the server, which its output tells as {identifier}.", "internal_error")
-
-
-async def _told(request: HTTPRequest, error: Exception) -> Response:
-    told = _as_told(error)
-    return JSONResponse(told.body(), told.status, told.headers)

@@ -25,8 +25,8 @@ from ..storage import available_host_bytes
 from ..token_ids import num_common
 from .protocol import APIError
 
-# Role and text of each message.
-Messages = tuple[tuple[str, str], ...]
+# Role and text of each message, and perhaps the thought before it.
+Messages = tuple[tuple[str, ...], ...]
 # Of the host memory that is free once the model is loaded, for caches.
 _SHARE = 4
 
@@ -86,7 +86,7 @@ class Engine:
         self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
     ) -> Iterator[str | Answered]:
         """
-        Yield the text of an answer in pieces, and then what is known of it.
+        Yield the text of an answer in pieces, those of its thought as `Thought`, and then what is known of it.
 
         Args:
             prompt: a conversation, or a text that is used as it is.
@@ -110,11 +110,13 @@ class Engine:
             raise APIError(503, message, "out_of_memory") from error
 
     def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
-        template, texts = self._template, [prompt] if isinstance(prompt, str) else [text for _, text in prompt]
+        template = self._template.given(settings)
+        texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
-        made = Generation([Asked.of("", token_ids, self.context)], settings)
+        thought = None if isinstance(prompt, str) else template.thought
+        made = Generation([Asked.of("", token_ids, self.context, thought)], settings)
         # A cache in memory loses what it has beside that of the prompt.
         begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
         best = max(range(len(begun)), key=begun.__getitem__, default=None)

@@ -2,12 +2,17 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, from_json
 
-from ..chat import Answer, AnswerSettings, SettingError
+from ..chat import Answer, AnswerSettings, SettingError, Thought
+from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
 
 _RETRY_SECONDS = 5
@@ -68,13 +73,20 @@ class _Part(_Strict):
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: list[_Part]
+    content: list[_Part] = []
+    reasoning_content: str = ""
     name: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
     def _in_parts(cls, given: Any) -> Any:
         return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _with_content(self) -> "_Message":
+        if not self.content and self.role != "assistant":
+            raise ValueError("only an assistant's message may have no content")
+        return self
 
 
 class _StreamOptions(_Strict):
@@ -89,10 +101,13 @@ class Request(_Strict):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -101,14 +116,28 @@ class Request(_Strict):
     n: Literal[1] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     store: Literal[False] = False
-    # Of the client's own books.
+    # Of the client's own books, of queues and caches: no answer is another one.
     user: str | None = None
     metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: Any = None
+    cache_prompt: bool | None = None
+    id_slot: int | None = None
+    keep_alive: float | str | None = None
+    priority: int | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _as_tuple(cls, given: Any) -> Any:
         return (given,) if isinstance(given, str) else given
+
+    @field_validator("temperature")
+    @classmethod
+    def _at_least(cls, given: float | None) -> float | None:
+        return 0.0 if given is not None and given < LEAST_TEMPERATURE else given
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -125,9 +154,11 @@ class Request(_Strict):
         Raises:
             APIError: one is out of its range.
         """
-        given = {name: value for name in vars(default) if (value := getattr(self, name)) not in (None, ())}
+        given = {name: value for name in vars(default) if (value := getattr(self, name, None)) not in (None, ())}
+        if values := given.get("chat_template_kwargs"):
+            given["chat_template_kwargs"] = {**(default.chat_template_kwargs or {}), **values}
         if not given.get("temperature", default.temperature):
-            given |= dict.fromkeys(("top_p", "top_k", "seed"))  # clients send these whether or not they sample
+            given |= dict.fromkeys(("top_p", "top_k", "min_p", "seed"))  # clients send these whether or not they sample
         try:
             return replace(default, **given)
         except SettingError as error:  # whose message begins with the name of the setting
@@ -144,17 +175,33 @@ class ChatRequest(Request):
     tools: Annotated[list[Any], Field(max_length=0)] = []
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
+    max_thinking_tokens: int | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    template_values: dict[str, Any] = Field({}, validation_alias="chat_template_kwargs")
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model thinks, by the names that clients have for it; `None` for the server's."""
+        switches = [self.template_values[name] for name in SWITCHES if name in self.template_values]
+        return False if self.reasoning_effort == "none" else next((bool(each) for each in switches), None)
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """The values of variables of the chat template."""
+        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.template_values
 
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def prompt(self) -> tuple[tuple[str, str], ...]:
-        """Role and text of each message; what OpenAI calls developer is system in chat templates."""
+    def prompt(self) -> tuple[tuple[str, str, str], ...]:
+        """Role, text and thought of each message; what OpenAI calls developer is system in chat templates."""
         roles = {"developer": "system"}
         return tuple(
-            (roles.get(each.role, each.role), "".join(part.text for part in each.content)) for each in self.messages
+            (roles.get(each.role, each.role), "\n".join(part.text for part in each.content), each.reasoning_content)
+            for each in self.messages
         )
 
 
@@ -167,17 +214,57 @@ class TextRequest(Request):
     suffix: Annotated[str, Field(max_length=0)] = ""
 
 
-def parsed(kind: type[ChatRequest] | type[TextRequest], body: bytes) -> ChatRequest | TextRequest:
-    """Return the request that a body of JSON is; raises `APIError` if it is none."""
+def parsed(
+    kind: type[ChatRequest] | type[TextRequest], body: bytes, is_lenient: bool = False
+) -> tuple[ChatRequest | TextRequest, list[str]]:
+    """
+    Return the request that a body of JSON is, and the fields that were left out of it.
+
+    Args:
+        kind: of the request.
+        body: as it came.
+        is_lenient: whether fields that are not supported are left out.
+
+    Raises:
+        APIError: it is no such request.
+    """
+    ignored: list[str] = []
     try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"])) or None
-        if first["type"] == "extra_forbidden" or (name or "").partition(".")[0] in _NEUTRAL:
-            raise APIError(400, f"{name!r} is not supported: leave it out.", "unsupported_parameter", name) from error
-        where = "The request" if name is None else repr(name)
-        raise APIError(400, f"{where} is wrong: {first['msg']}.", "invalid_value", name) from error
+        value = from_json(body)
+    except ValueError as error:
+        raise APIError(400, f"The request is wrong: {error}.", "invalid_value") from error
+    while True:
+        try:
+            return kind.model_validate(value), ignored
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_context=False, include_input=False)
+            unsupported = [place for each in errors if (place := _unsupported(each))]
+            if unsupported and is_lenient:
+                ignored += [_left_out(value, place) for place in dict.fromkeys(unsupported)]
+                continue
+            name = _named(errors[0]["loc"])
+            if _unsupported(errors[0]):
+                message = f"{name!r} is not supported: leave it out, or start the server with --lenient."
+                raise APIError(400, message, "unsupported_parameter", name) from error
+            where = repr(name) if name else "The request"
+            raise APIError(400, f"{where} is wrong: {errors[0]['msg']}.", "invalid_value", name or None) from error
+
+
+def _unsupported(error: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the place of a field that an error says is not supported; empty for another error."""
+    place = error["loc"]
+    return place[:1] if place and place[0] in _NEUTRAL else place if error["type"] == "extra_forbidden" else ()
+
+
+def _named(place: Sequence[int | str]) -> str:
+    return ".".join(map(str, place))
+
+
+def _left_out(value: Any, place: Sequence[int | str]) -> str:
+    """Leave a field out of a value, and return its name."""
+    *path, last = place
+    del reduce(getitem, path, value)[last]
+    return _named(place)
 
 
 class Form:
@@ -196,13 +283,15 @@ class Form:
 
     def whole(self, text: str, answer: Answer, cached_tokens: int) -> dict[str, Any]:
         """Return a whole answer, of whose prompt some tokens were not computed."""
-        said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
+        said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
         return self._formed(self._object, said, answer) | _usage(answer, cached_tokens)
 
     def piece(self, text: str, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
         """Return a piece of an answer; the last one has the answer that it ends."""
         role = {"role": "assistant"} if is_first else {}
-        said = {"delta": role | ({} if answer else {"content": text})} if self._is_chat else {"text": text}
+        name = "reasoning_content" if isinstance(text, Thought) else "content"
+        said = {"delta": role | ({} if answer else {name: text})} if self._is_chat else {"text": text}
         return self._formed(f"{self._object}{'.chunk' * self._is_chat}", said, answer)
 
     def usage(self, answer: Answer, cached_tokens: int) -> dict[str, Any]:
@@ -218,9 +307,10 @@ class Form:
 def _usage(answer: Answer, cached_tokens: int) -> dict[str, Any]:
     made, before = len(answer.token_ids), answer.prompt_tokens
     accepted = answer.accepted_tokens
-    rejected = answer.drafted_tokens - accepted
-    details = {
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+    completion = {
+        "reasoning_tokens": answer.thinking_tokens,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": answer.drafted_tokens - accepted,
     }
+    details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}, "completion_tokens_details": completion}
     return {"usage": {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made} | details}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_hybrid_cache.chat import AnswerSettings, not_followed
+from hf_hybrid_cache.chat import AnswerSettings, not_followed, sampling
 
 from chat.talks import QUESTIONS, chat_of, generated, model_of, said
 
@@ -88,11 +88,19 @@ def test_answer_when_the_model_names_tokens_then_follows(name: str, model: PreTr
 
 def test_not_followed_names_what_a_model_sets_beside_settings_of_answers(model: PreTrainedModel):
     fields, settled = not_followed_fields(3), {"max_length", "do_sample", "cache_implementation"}
-    settled |= {"temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"}
+    settled |= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
     vars(model.generation_config).update(FOLLOWED | {name: fields.pop(name) for name in settled} | {"num_beams": 1})
     assert not_followed(model.generation_config) == {}
     vars(model.generation_config).update(fields)
     assert not_followed(model.generation_config) == {name: value for name, value in fields.items() if value}
+
+
+def test_sampling_names_the_settings_that_a_model_samples_with(model: PreTrainedModel):
+    wished = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    vars(model.generation_config).update(wished)
+    assert sampling(model.generation_config) == {}
+    model.generation_config.do_sample = True
+    assert sampling(model.generation_config) == wished
 
 
 # Random numbers: test_histories.py compares what they choose with what transformers does

@@ -62,11 +62,15 @@ TYPED: dict[str, Callable[[Chat], Any]] = {
     "/set stop e": set_to(stop=("e",)),
     "/set stop": set_to(stop=()),
     "/set top_k 5": set_to(top_k=5),
+    "/set thinking no": set_to(thinking=False),
+    '/set chat_template_kwargs {"reasoning_effort": "low"}': set_to(chat_template_kwargs={"reasoning_effort": "low"}),
     "/set repetition_penalty 1.1": set_to(repetition_penalty=1.1),
 }
 # What is typed in vain, and what is told.
 IN_VAIN = {
     "/set temperature hot": "temperature must be a number, got 'hot'.",
+    "/set thinking perhaps": "thinking must be yes or no, got 'perhaps'.",
+    "/set chat_template_kwargs 1": "chat_template_kwargs must be JSON, got '1'.",
     "/set beams 4": "There is no setting 'beams': max_new_tokens, temperature, top_p,",
     "/document": "Say which document it is: /document FILE",
     "/document missing.txt": "Cannot read missing.txt: No such file",
@@ -112,7 +116,8 @@ def test_what_is_taken_back_or_cannot_be_is_told(model: Path, report: Path):
     assert "temperature 0 takes the likeliest tokens again" in talk.stderr
     assert "ended at --max-new-tokens 5: /set max_new_tokens 10 allows more" in talk.stderr
     assert re.search(r"back to \d+ tokens", talk.stderr)
-    assert talk.stderr.endswith("\nmax_new_tokens 5, temperature 0.0, stop 'END', drafts 15\n")
+    settings = "max_new_tokens 5, temperature 0.0, stop 'END', drafts 15, max_thinking_tokens 2048"
+    assert talk.stderr.endswith(f"\n{settings}\n")
     source = ["--document", report, "--bits", "8", "--system", "Be brief.", "--stop", "e"]
     asked = ["generate", "--model", model, *SHORT, "--max-new-tokens", 5, "--question", "Who?"]
     assert run(*asked, *source).stdout == converse(model, source, "Who?").stdout

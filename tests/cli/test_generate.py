@@ -13,6 +13,7 @@ from hf_hybrid_cache.cli.console import without_controls
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import SHORT, error_of, lines, run
+from chat.thoughts import tokenizer_of
 from models.byte_tokenizer import model_in
 from models.expert_models import expert_model
 from models.word_tokenizer import word_tokenizer
@@ -111,12 +112,33 @@ def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: 
     assert re.search(r"MiB on the host; weights [\d.]+ MiB in 8 bits\n$", said)
 
 
+def test_a_thought_is_a_remark_and_no_part_of_the_answer(tmp_path: Path):
+    thinks = model_in(tmp_path / "model", 1024, tokenizer_of("R1, of many tokens"), eos_token_id=None)
+    asked = ["--question", "Who?", "--max-thinking-tokens", 20]
+    found = answered(thinks, *asked)
+    assert 0 < len(found["thinking"]) <= 20
+    assert found["thinking_tokens"] == 20 + len("\n</think>\n\n")
+    assert found["answer_tokens"] == found["thinking_tokens"] + 9
+    said = generate(thinks, *asked)
+    assert said.stdout.strip() == found["answer"]
+    assert f"\n{found['thinking']}\n" in said.stderr
+    without = answered(thinks, *asked, "--no-thinking")
+    assert (without["thinking"], without["answer_tokens"]) == ("", found["answer_tokens"] - 20)
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "min_p": 0.1}
+
+
 def test_what_a_model_asks_for_and_answers_do_not_follow_is_said(small: Path, tmp_path: Path):
-    theirs = model_in(tmp_path / "model", 512, no_repeat_ngram_size=1, min_p=0.1, temperature=0.6, use_cache=False)
+    theirs = model_in(tmp_path / "model", 512, no_repeat_ngram_size=1, use_cache=False, **SAMPLED)
     result = generate(theirs, "--question", "Who?")
     assert result.stdout == generate(small, "--question", "Who?").stdout
-    said = "answers do not follow what the model's generation config says of min_p 0.1, no_repeat_ngram_size 1"
-    assert said in result.stderr.splitlines()
+    said = result.stderr.splitlines()
+    assert "answers do not follow what the model's generation config says of no_repeat_ngram_size 1" in said
+    wished = "--temperature 0.6 --top-p 0.95 --min-p 0.1"
+    assert f"the model's makers sample with {wished}; answers follow the options alone" in said
+    sampled = generate(theirs, "--question", "Who?", *wished.split(), "--seed", "3").stdout
+    assert sampled == generate(small, "--question", "Who?", *wished.split(), "--seed", "3").stdout != result.stdout
 
 
 # Where documents come from

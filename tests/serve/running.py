@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,11 @@ class Running:
 
     def __init__(self, model: Path, *options: str):
         command = [sys.executable, "-m", "hf_hybrid_cache.cli", "serve", "--model", str(model), "--port", "0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115 - a pipe that nobody reads would be full soon
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
-        assert " answers at http" in said, self.process.communicate()
+        assert " answers at http" in said, (self.process.communicate(), self.log())
         self.model, self.url = str(model), said.split()[-1]
         self.client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=120)
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -80,10 +82,17 @@ class Running:
     def end(self, number: int = signal.SIGINT) -> str:
         """End the process by a signal, if it has not ended; return what it said on standard error."""
         self.process.send_signal(number)
-        said: str = self.process.communicate(timeout=120)[1]
+        self.process.communicate(timeout=120)
         self.client.close()
         self.http.close()
+        said = self.log()
+        self._log.close()
         return said
+
+    def log(self) -> str:
+        """Return what it has said on standard error."""
+        self._log.seek(0)
+        return self._log.read()
 
 
 @contextmanager

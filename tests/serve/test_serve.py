@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from hf_hybrid_cache.chat import AnswerSettings
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from serve.running import DOCUMENT, KEY, Running, cached, generated, serving, user
 
+from chat.thoughts import tokenizer_of
 from common.soak import count, search_at_random
 from models.byte_tokenizer import byte_tokenizer, model_in
 
@@ -291,7 +293,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     *(
         (asking(fields), 404 if "model" in fields else 400, message)
         for fields, message in [
-            ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out."),
+            ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out, or"),
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'messages.0.content.0.type' is wrong"),
             ({"messages": [{"role": "tool", "content": "x"}]}, "'messages.0.role' is wrong"),
             ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
@@ -300,12 +302,17 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
             ({"messages": [user("x" * 99_000)]}, "The prompt has 99,000 characters"),
             ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
             ({"model": "gpt"}, "There is no model 'gpt'"),
+            ({"min_tokens": 3}, "'min_tokens' is not supported: leave it out, or start the server with --lenient."),
+            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's message may have no content"),
+            ({"temperature": 2.1}, "'temperature' is wrong: Input should be less than or equal to 2"),
+            ({"chat_template_kwargs": {"chat_template": "x"}}, "has no place for chat_template"),
         ]
     ),
     ({"method": "GET", "url": "/files"}, 404, ""),
+    ({"method": "GET", "url": "/models/gpt"}, 404, "There is no model 'gpt'"),
     ({"method": "GET", "url": "/completions"}, 405, ""),
     ({"method": "POST", "url": "/completions", "content": b" " * MOST_BYTES + b" "}, 413, ""),
-    ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "no_key"),
+    ({"method": "POST", "url": "/completions", "headers": {"Origin": "https://example.org"}}, 403, "--origin"),
     ({"method": "GET", "url": "/models", "headers": {"Host": "rebound.example:8080"}}, 403, "no_key"),
 ]
 
@@ -318,6 +325,92 @@ def test_what_cannot_be_answered_is_refused_by_name_in_json(server: Running):
     for host in ("localhost", "127.0.0.1:1", "[::1]:8080", "10.1.2.3"):
         assert server.http.get("/models", headers={"Host": host}).status_code == 200
     assert [each.id for each in server.client.models.list()] == [server.model]
+    assert server.client.models.retrieve(server.model).id == server.model
+
+
+BOOKS = {"service_tier": "auto", "keep_alive": "5m", "cache_prompt": True, "prompt_cache_key": "k", "id_slot": 0}
+
+
+def test_fields_are_taken_where_they_change_nothing_or_are_done(server: Running):
+    asked = [user("Who?")]
+    expected = server.ask(asked).choices[0].message.content
+    assert server.ask(asked, extra_body=BOOKS).choices[0].message.content == expected
+    assert server.ask(asked, temperature=2, extra_body={"min_p": 1.0}).choices[0].message.content == expected
+    assert server.ask(asked, temperature=1e-30, seed=4).choices[0].message.content == expected
+    for name in ("repeat_penalty", "repetition_penalty"):
+        penalized = server.ask(asked, extra_body={name: 1.5}).choices[0].message.content
+        assert penalized == generated(server.model, asked, repetition_penalty=1.5) != expected
+    parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": "came?"}]
+    talk = [user("Who\ncame?"), {"role": "assistant", "content": ""}, user("Why?")]
+    in_parts = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, talk[2]]
+    assert server.ask(in_parts).choices[0].message.content == generated(server.model, talk)
+
+
+def test_what_is_not_supported_is_left_out_by_a_lenient_server_and_logged(model: Path):
+    asked = [{**user("Who?"), "weight": 1}]
+    with serving(model, "--lenient") as server:
+        answer = server.ask(asked, tools=[{"type": "function"}], n=2, extra_body={"min_tokens": 3, "mirostat": 2})
+        assert answer.choices[0].message.content == generated(server.model, [user("Who?")])
+        with pytest.raises(openai.BadRequestError, match="top_p must be above 0"):
+            server.ask([user("Who?")], temperature=1.0, top_p=3, n=2)
+        said = server.log()
+    assert "ignored: n, messages.0.weight, tools, min_tokens, mirostat" in said
+    tokens, known = cached(answer)
+    assert re.search(
+        rf"\d\d:\d\d:\d\d /v1/chat/completions 200: {tokens} tokens, {known} of them cached, 12 generated, [\d.]+ s\n",
+        said,
+    )
+    assert re.search(r"\d\d:\d\d:\d\d /v1/chat/completions 400: top_p must be above 0", said)
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize("key", [(), ("--api-key", KEY)], ids=["open", "with a key"])
+def test_a_web_page_that_may_ask_is_let_by_browsers_and_another_is_not(model: Path, key: tuple[str, ...]):
+    """Browsers first ask without the key, and show a page only what has its origin in a header."""
+    page, other = ({"Origin": origin} for origin in ("https://chat.example.org", "https://example.org"))
+    body = {"messages": [user("Who?")], "max_tokens": 2}
+    with serving(model, "--origin", "https://chat.example.org/", *key) as server:
+        url = f"{server.url}/chat/completions"
+        allowed = httpx.options(url, headers=PREFLIGHT | page)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, page["Origin"])
+        assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+        assert "access-control-allow-origin" not in httpx.options(url, headers=PREFLIGHT | other).headers
+        for stream in (False, True):
+            reply = server.http.post("/chat/completions", headers=page, json=body | {"stream": stream})
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, page["Origin"])
+        refused = server.http.post("/chat/completions", headers=page, json={})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, page["Origin"])
+        assert key or server.http.post("/chat/completions", headers=other, json=body).status_code == 403
+        assert not key or httpx.post(url, headers=page, json=body).status_code == 401
+
+
+def test_thoughts_are_apart_from_answers_in_whole_and_streamed_ones(tmp_path: Path):
+    folder = model_in(tmp_path / "model", 2**12, tokenizer_of("R1, of many tokens"), eos_token_id=None)
+    with serving(folder, "--max-thinking-tokens", "40") as server:
+        asked = [user(f"{DOCUMENT}\n\nWho?")]
+        answer = server.ask(asked)
+        message = answer.choices[0].message
+        assert 30 < len(message.reasoning_content) <= 40
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 40 + len("\n</think>\n\n")
+        assert answer.usage.completion_tokens == answer.usage.completion_tokens_details.reasoning_tokens + 12
+        chunks = list(server.ask(asked, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        assert (thought, "".join(delta.content or "" for delta in deltas)) == (
+            message.reasoning_content,
+            message.content,
+        )
+        for options in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"thinking": False}}}):
+            without = server.ask(asked, **options)
+            assert not hasattr(without.choices[0].message, "reasoning_content")
+            assert without.usage.completion_tokens_details.reasoning_tokens == len("\n</think>\n\n")
+        said = {"role": "assistant", "content": message.content, "reasoning_content": message.reasoning_content}
+        tokens, known = cached(server.ask([*asked, said, user("Why?")]))
+        before = server.ask([*asked, {"role": "assistant", "content": message.content}, user("Why?")]).usage
+        assert before.prompt_tokens == tokens  # the template repeats no thought
+        assert known >= answer.usage.prompt_tokens - len("<think>\n")
 
 
 FIELDS = st.sampled_from(["messages", "role", "content", "stop", "n", "stream"])
