@@ -50,7 +50,7 @@ class QuadSums(NamedTuple):
     """
 
     zero: ir.Value
-    add: Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value, int], ir.Value]
+    add: Callable[[ir.IRBuilder, ir.Value, ir.Value, int, ir.Value], ir.Value]
     widened: Callable[[ir.IRBuilder, ir.Value], ir.Value]
     panels: int
     tokens: int
@@ -68,17 +68,11 @@ def quad_sums() -> QuadSums | None:
 
 
 def _sums_of_avx512_vnni() -> QuadSums:
-    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
-        # An operand in memory needs no register.
-        kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
-        instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
-        return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
-
-    return QuadSums(vec.ints(0), add, lambda _, total: total, 2, 6)
+    return QuadSums(vec.ints(0), dot_with_quad, lambda _, total: total, 2, 6)
 
 
 def _sums_of_avx_vnni() -> QuadSums:
-    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
+    def add(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
         return _quads_of_avx_vnni(builder, [(codes, _four_at(builder, address, offset))], total)
 
     return QuadSums(vec.ints(0), add, lambda _, total: total, 1, 3)
@@ -95,7 +89,7 @@ def _sums_of_avx2() -> QuadSums:
 def _sums_of_halves(multiply: MultiplyFours, add_pairs: MultiplyAdd, panels: int, tokens: int) -> QuadSums:
     """Sums in 16 bits."""
 
-    def add(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, address: ir.Value, offset: int) -> ir.Value:
+    def add(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
         return builder.add(total, multiply(builder, codes, _four_at(builder, address, offset)))
 
     def widened(builder: ir.IRBuilder, total: ir.Value) -> ir.Value:
@@ -150,6 +144,13 @@ def _quads_of_avx512_vnni(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value,
     for a, b in pairs:
         c = builder.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", [c, a, b], False)
     return c
+
+
+def dot_with_quad(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
+    """`total` plus the products of four codes in each lane with a quad in memory, which needs no register: for VNNI."""
+    kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
+    instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
+    return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
 
 
 def _quads_of_avx_vnni(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value, ir.Value]], c: ir.Value) -> ir.Value:

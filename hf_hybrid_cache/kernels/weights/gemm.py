@@ -306,7 +306,7 @@ def _multiply_tile(
                                 place = token * STRIP + quad * 4
                                 for which, each in enumerate(codes):
                                     output = token * sums.panels + which
-                                    dots[output] = sums.add(builder, dots[output], each, quads, place)
+                                    dots[output] = sums.add(builder, each, quads, place, dots[output])
                             quad += 1
                     results = []
                     scales, minima = ([number_of_panel(which, index, FLOATS) for which in panels] for index in range(2))
