@@ -1,9 +1,10 @@
 """
 Attention of a few queries over blocks in full precision in host memory, in operations on an `AttentionCall`.
 
-It makes one pass with a running maximum (arXiv:1805.02867). Parts split the work over tokens as well as heads
-(Flash-Decoding); their partial results are merged by log-sum-exp in float64. Each key and value is read once, whatever
-the number of query heads.
+It makes one pass with a running maximum (arXiv:1805.02867). A part is some blocks of a sequence (Flash-Decoding), with
+all heads, in the order of memory; partial results are merged by log-sum-exp in float64. Each key and value is read
+once, whatever the number of queries and of query heads. A row's result depends on no other row: neither parts nor the
+order of sums do.
 """
 
 import numba
@@ -11,9 +12,9 @@ import numpy as np
 
 from ..vector.compiled import Kernel, Needed, jit, jit_function, jit_inlined, taking_numbers
 from ..vector.intrinsics import call_at
-from ..vector.numbers_at import floats_at
+from ..vector.numbers_at import keep
 from ..vector.tiles import ROWS, score, score_bfloat16, softmax_tile, weigh
-from ..vector.vector_ir import BLOCK
+from ..vector.vector_ir import BLOCK, CACHE_LINE
 from .attention_call import (
     AttentionCall,
     cap_tile,
@@ -70,35 +71,54 @@ ATTEND: dict[np.dtype, Kernel] = {
 
 @jit_function
 def _attend_part(element, part, address):
-    """Attend to a part's blocks, in the order of memory: all heads of a block before the next one."""
+    """Attend to a part's blocks."""
     call, stored = call_at(address, AttentionCall), stored_at(address)
     blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks
-    items = share(part, call.parts - call.quantized_parts, blocks * stored.heads)
-    part += call.quantized_parts
-    start_part(part, items, address)
-    for item in items:
-        block = item // stored.heads
-        start = (block if block < stored.first_quantized else block + stored.quantized_blocks) * BLOCK
-        _attend_block(element, part, item, item - block * stored.heads, start, address)
+    first, of_part, memory = begin_part(part, call.quantized_parts, call.parts - call.quantized_parts, blocks, address)
+    work, place = working_memory(address)
+    for block in of_part:
+        for head in range(stored.num_kv_heads):
+            _attend_block(element, block, first, head, memory, place, address)
+    keep(work)
 
 
 @jit_inlined
-def share(part, parts, items):
-    """The items of one part, if `parts` equal parts share all items."""
-    return range(part * items // parts, (part + 1) * items // parts)
+def begin_part(part, before, parts, blocks, address):
+    """
+    Reset the rows of one of the `parts` of each sequence that share its `blocks`.
 
+    Returns the first head of the sequence, the numbers of the part's blocks, and the offset of its memory.
 
-@jit_function
-def start_part(part, items, address):
-    """Reset the rows of the heads that have a block in a part. The others get NaN as their maximum."""
+    before: parts of the sequence whose memory comes before that of these.
+    """
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    memory, rows = part * scratch.part_bytes, call.rows_at_once
-    maxima = floats_at(scratch.maxima + memory, stored.heads * rows)
-    for row in range(maxima.size):
-        maxima[row] = np.nan
-    for item in range(items.start, min(items.stop, items.start + stored.heads)):
-        first = item % stored.heads * rows
-        reset_rows(first, rows, scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory, stored.width)
+    sequence = part // parts
+    part -= sequence * parts
+    memory = (sequence * call.parts + before + part) * scratch.part_bytes
+    rows = stored.num_kv_heads * call.rows_at_once
+    reset_rows(0, rows, scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory, stored.width)
+    return sequence * stored.num_kv_heads, range(part * blocks // parts, (part + 1) * blocks // parts), memory
+
+
+@jit_inlined
+def place_ahead(place, head, ahead, address):
+    """
+    The place, in the order of memory, of what a part attends to next but `ahead`.
+
+    place: `block * heads + head` of a block and one of all heads; head: the same one, of those of its sequence.
+    """
+    stored = stored_at(address)
+    following = place + ahead
+    if stored.heads != stored.num_kv_heads:
+        following += (head + ahead) // stored.num_kv_heads * (stored.heads - stored.num_kv_heads)
+    return following
+
+
+@jit_inlined
+def working_memory(address):
+    """Memory that a part works in, to be kept, and the address to work at."""
+    work = np.empty(scratch_at(address).work_bytes + CACHE_LINE, np.uint8)
+    return work, (np.int64(work.ctypes.data) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @jit_inlined
@@ -107,24 +127,36 @@ def has_mask(address):
     return call.visible != 0 or call.bias != 0
 
 
+@jit_inlined
+def shown(head, row, start, address):
+    """
+    What four rows of a head, from `row` on, see of the block that begins at token `start`.
+
+    Returns the address of their ranges, or 0; whether one of them sees any of it; and whether anything may be hidden.
+    """
+    call = call_at(address, AttentionCall)
+    if not call.seen:
+        return np.int64(0), True, has_mask(address)
+    ranges = scratch_at(address).ranges + (head * call.rows_at_once + row) * 16
+    is_seen, is_whole = shows(ranges, start)
+    return ranges, is_seen, not is_whole or has_mask(address)
+
+
 @jit_function
-def _attend_block(element, part, item, head, start, address):
-    """Attend to block number `item`, which begins at token `start`, with all rows of its head."""
+def _attend_block(element, block, first, head, memory, work, address):
+    """Attend to a block in full precision with all rows of a head of the sequence that has the head `first`."""
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    memory, tokens = part * scratch.part_bytes, min(BLOCK, stored.num_tokens - start)
-    keys, values = stored.keys + item * stored.key_bytes, stored.values + item * stored.value_bytes
-    scores, corrections = scratch.scores + memory, scratch.corrections + memory
-    for first in range(0, call.rows_at_once, ROWS):
-        row = head * call.rows_at_once + first
-        ranges, is_masked = 0, has_mask(address) or tokens < BLOCK
-        if call.seen:
-            ranges = scratch.ranges + row * 16
-            is_seen, is_whole = shows(ranges, start)
-            if not is_seen:
-                continue
-            is_masked = is_masked or not is_whole
+    start = (block if block < stored.first_quantized else block + stored.quantized_blocks) * BLOCK
+    tokens, place = min(BLOCK, stored.num_tokens - start), block * stored.heads + first + head
+    keys, values = stored.keys + place * stored.key_bytes, stored.values + place * stored.value_bytes
+    next_keys = stored.keys + place_ahead(place, head, 1, address) * stored.key_bytes
+    scores, corrections = work + scratch.scores, work + scratch.corrections
+    for row in range(0, call.rows_at_once, ROWS):
+        ranges, is_seen, is_masked = shown(first + head, row, start, address)
+        if not is_seen:
+            continue
         stride = row_bytes(call.operand_is_bfloat16, address)
-        query = scratch.operand + row * stride
+        query = scratch.operand + ((first + head) * call.rows_at_once + row) * stride
         if call.operand_is_bfloat16:
             score_bfloat16(element, query, stride, keys, stored.key_dim, scores, values)
         else:
@@ -133,21 +165,26 @@ def _attend_block(element, part, item, head, start, address):
         if call.cap:
             cap_tile(scores, factor, address)
             factor = numba.float32(1)
-        if is_masked:
-            mask_tile(head, first, start, ranges, scores, factor, address)
+        if is_masked or tokens < BLOCK:
+            mask_tile(first + head, row, start, ranges, scores, factor, address)
             factor = numba.float32(1)
-        state = memory + row * 4
+        of_part = head * call.rows_at_once + row
+        state, partial = memory + of_part * 4, scratch.partial + memory + of_part * stored.width * 4
         softmax_tile(scores, factor, scratch.maxima + state, scratch.sums + state, corrections)
-        partial = scratch.partial + memory + row * stored.width * 4
-        weigh(element, scores, values, tokens, stored.width, corrections, partial, keys + stored.key_bytes)
+        weigh(element, scores, values, tokens, stored.width, corrections, partial, next_keys)
 
 
 @jit
 def merge_head(head, address):
     """Write the results of a head's rows from all parts."""
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    row = head * call.rows_at_once
-    maxima, sums, partial = scratch.maxima + row * 4, scratch.sums + row * 4, scratch.partial + row * stored.width * 4
+    sequence = head // stored.num_kv_heads
+    memory, row = (
+        sequence * call.parts * scratch.part_bytes,
+        (head - sequence * stored.num_kv_heads) * call.rows_at_once,
+    )
+    maxima, sums = scratch.maxima + memory + row * 4, scratch.sums + memory + row * 4
+    partial = scratch.partial + memory + row * stored.width * 4
     merge_rows(head, 0, call.rows, call.parts, call.quantized_parts, maxima, sums, partial, scratch.part_bytes, address)
 
 

@@ -91,8 +91,8 @@ class AttentionCall(NamedTuple):
     operand_is_bfloat16: int  # whether rows for blocks in full precision are
     rotated_is_bfloat16: int  # whether rows for codes are
     rounds_to_integers: int  # whether what is folded with codes is rounded to integers
-    parts: int
-    quantized_parts: int  # the first ones, of a call by few queries
+    parts: int  # by few queries, of a sequence
+    quantized_parts: int  # the first ones of a sequence, of a call by few queries
     # Masks:
     seen: int  # address of int64 [batch, query heads, query_length, 2]: the first token and the end; 0 for all tokens
     seen_of_sequence: int
@@ -116,32 +116,38 @@ class AttentionCall(NamedTuple):
     group: int  # query heads of a KV head
     query_length: int
     rows: int  # of a KV head
-    rows_at_once: int  # rows of a part; all rows, in whole tiles, in a call by few queries
+    rows_at_once: int  # rows of a part; all rows of a head, in whole tiles, in a call by few queries
 
 
 class Scratch(NamedTuple):
-    """Addresses of the memory of part 0, or of thread 0 in a call by many queries; 0 for what a call does not use."""
+    """
+    Addresses of the memory of part 0, or of thread 0 in a call by many queries; 0 for what a call does not use.
+
+    By few queries a part works beside it in memory that it takes for itself, which its thread still has in its caches;
+    of arrays there these are the offsets.
+    """
 
     part_bytes: int  # from a part or thread to the next
-    maxima: int  # float32 [heads * rows_at_once]; [rows_at_once] for many queries, as `sums` and `partial`
+    maxima: int  # float32 [rows_at_once], by few queries [num_kv_heads, rows_at_once], as `sums`
     sums: int
-    partial: int  # float32 [heads * rows_at_once, width]
-    scores: int  # float32 [BLOCKS_AT_ONCE, ROWS, BLOCK]
-    corrections: int  # float32 [BLOCKS_AT_ONCE, ROWS]
+    partial: int  # the same, [width] for each
+    scores: int  # float32 [ROWS, BLOCK]; by few queries an offset, and one of each of `TILES_AT_ONCE`
+    corrections: int  # float32 [ROWS]; likewise
     operand: int  # rows [inner] of queries for blocks in full precision; few queries have one for all parts
     rotated: int  # the same, for codes
-    ranges: int  # int64 rows [2], as `seen`; few queries have one for all parts
+    ranges: int  # int64 rows [2], as `seen`; the same
     # By many queries:
     side_bytes: int  # from maxima, sums and partial results of quantized blocks to those of full precision
     key_operand: int
     value_operand: int
-    # By few queries, to codes:
-    blocks: int  # int64 [BLOCKS_AT_ONCE, 6], see `codes`
+    # By few queries, offsets:
+    tiles: int  # [TILES_AT_ONCE], see `codes.Tile`
     folded: int  # float32 [ROWS, longest inner axis]
-    rounded: int  # float32 or integers [BLOCKS_AT_ONCE, ROWS, longest inner axis]
-    rounded_bytes: int  # of a block in it
-    steps: int  # float32 [BLOCKS_AT_ONCE, ROWS]
+    rounded: int  # float32 or integers [TILES_AT_ONCE, ROWS, longest inner axis]
+    steps: int  # float32 [TILES_AT_ONCE, ROWS]
     constants: int  # the same
+    rounded_bytes: int  # of a tile in `rounded`
+    work_bytes: int  # of all of these
 
 
 # Bytes of what stands before the scratch memory of a call, and before the layouts of stored tokens.
@@ -361,8 +367,8 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
     """
     Write outputs and log-sum-exps of rows, from `first` on, merged from their partial results.
 
-    maxima, sums, partial: addresses of the first part's, `part_bytes` before those of the next. A maximum that is NaN
-    marks a part without any tokens. The first `rotated_parts` parts are sums of quantized values.
+    maxima, sums, partial: addresses of the first part's, `part_bytes` before those of the next. The first
+    `rotated_parts` parts are sums of quantized values.
     """
     call, stored = call_at(address, AttentionCall), stored_at(address)
     merged, floats = np.empty(stored.width, np.float64), np.empty((2, stored.width), np.float32)
@@ -384,10 +390,7 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
             if 0 < part == rotated_parts:
                 rotate_back(merged, stored.value_dim, rotation, matrix, floats)
             memory = part * part_bytes
-            maximum = floats_at(maxima + memory, row + 1)[row]
-            if np.isnan(maximum):
-                continue
-            weight = _power_of_two(maximum - base)
+            weight = _power_of_two(floats_at(maxima + memory, row + 1)[row] - base)
             total += weight * floats_at(sums + memory, row + 1)[row]
             numbers = floats_at(partial + memory + row * stored.width * 4, stored.width)
             for column in range(stored.width):

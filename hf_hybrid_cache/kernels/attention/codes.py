@@ -1,8 +1,9 @@
 """
 Attention of a few queries over quantized blocks in host memory, with blocks in full precision before and after them.
 
-The steps are those of `attention`; products use the codes themselves. Several blocks take each step side by side: the
-processor then works on the others while a step of one waits for the step before it.
+The steps are those of `attention`; products use the codes themselves. Several tiles, four rows by a block, take each
+step side by side: the processor then works on the others while a step of one waits for the step before it. They are of
+several blocks if a head has four rows, and of one block if it has many.
 
 Scales and minima are folded into the query, or into the weights, before the product with codes. For integer dot
 products the folded numbers are rounded, relative to the largest of their row: to 16 bits for codes of 8 bits, which are
@@ -11,7 +12,7 @@ in the order in which codes come out of the words: 0, 8, 1, 9, ..., or that of `
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -22,10 +23,10 @@ from ..vector import vector_ir as vec
 from ..vector.code_tiles import BITS, MOST_BITS_OF_QUADS, score_codes, weigh_codes
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined, taking_numbers
 from ..vector.intrinsics import call_at, prefetch_lines
-from ..vector.numbers_at import integers_at
+from ..vector.numbers_at import integers_at, keep
 from ..vector.tiles import ROWS, softmax_codes
 from ..vector.vector_ir import BLOCK, CACHE_LINE, FLOAT, FLOATS, INT8, INT16, INT64, LANES
-from .attention import has_mask, share, start_part
+from .attention import begin_part, place_ahead, shown, working_memory
 from .attention_call import (
     AttentionCall,
     cap_tile,
@@ -33,17 +34,28 @@ from .attention_call import (
     mask_tile,
     score_factor,
     scratch_at,
-    shows,
     stored_at,
     value_layout,
 )
 
-BLOCKS_AT_ONCE = 4
-# The numbers of each of the blocks side by side: its head, its first token, the addresses of its codes, and those of
-# the codes that are attended to next.
-_HEAD, _START, _KEYS, _VALUES, _NEXT_KEYS, _NEXT_VALUES = range(6)
-_NUMBERS = 6
-BLOCKS_BYTES = 8 * BLOCKS_AT_ONCE * _NUMBERS
+TILES_AT_ONCE = 4
+
+
+class Tile(NamedTuple):
+    """Four rows by a block."""
+
+    head: int
+    row: int  # the first one, of those of the head
+    row_of_part: int  # the same, of those of the part
+    start: int  # the block's first token
+    at: int  # place of the block's codes
+    following: int  # place of those to prefetch
+    ranges: int  # address of what the rows see; 0 for all
+    is_masked: int
+
+
+_TILE_NUMBERS = len(Tile._fields)
+TILE_BYTES = 8 * _TILE_NUMBERS
 _LINE_SCALES = CACHE_LINE // 2  # bfloat16 scales in a cache line
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]
 # Vectors to fold together, if they divide the inner axis.
@@ -52,69 +64,77 @@ _VECTORS_AT_ONCE = 4
 
 @jit
 def attend_codes(part, address):
-    """Attend to a part's quantized blocks, in the order of memory: all heads of a block before the next one."""
-    call, stored = call_at(address, AttentionCall), stored_at(address)
-    keys, values, memory = key_layout(address), value_layout(address), part * scratch_at(address).part_bytes
-    items = share(part, call.quantized_parts, stored.quantized_blocks * stored.heads)
-    start_part(part, items, address)
-    for first in range(items.start, items.stop, BLOCKS_AT_ONCE):
-        count = min(BLOCKS_AT_ONCE, items.stop - first)
-        _place_blocks(first, count, items.stop - 1, memory, address)
-        for row in range(0, call.rows_at_once, ROWS):
-            for group in range(keys.groups):
-                _fold(count, row, group, True, memory, address)
-                _score(count, group, memory, address)
-            _weigh(count, row, memory, address)
-            for group in range(values.groups):
-                _fold(count, row, group, False, memory, address)
-                _add_values(count, row, group, memory, address)
-
-
-@jit_inlined
-def _place_blocks(first, count, last, memory, address):
-    """Note the blocks, from number `first` on, that are attended to side by side. Number `last` is the part's last."""
-    stored, blocks = stored_at(address), _blocks(memory, address)
-    key_bytes, value_bytes = key_layout(address).num_bytes, value_layout(address).num_bytes
-    for which in range(count):
-        item = first + which
-        block, following = item // stored.heads, min(item + BLOCKS_AT_ONCE, last)
-        blocks[which, _HEAD] = item - block * stored.heads
-        blocks[which, _START] = (stored.first_quantized + block) * BLOCK
-        blocks[which, _KEYS] = stored.packed_keys + item * key_bytes
-        blocks[which, _VALUES] = stored.packed_values + item * value_bytes
-        blocks[which, _NEXT_KEYS] = stored.packed_keys + following * key_bytes
-        blocks[which, _NEXT_VALUES] = stored.packed_values + following * value_bytes
-
-
-@jit_inlined
-def _blocks(memory, address):
-    scratch = scratch_at(address)
-    return integers_at(scratch.blocks + memory, (BLOCKS_AT_ONCE, _NUMBERS))
+    """Attend to a part's quantized blocks, with all rows of a head before the next one."""
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
+    first, blocks, memory = begin_part(part, 0, call.quantized_parts, stored.quantized_blocks, address)
+    work, place = working_memory(address)
+    ahead, count = max(1, TILES_AT_ONCE * ROWS // call.rows_at_once), 0
+    last = (blocks.stop - 1) * stored.heads + first + stored.num_kv_heads - 1
+    for block in blocks:
+        start = (stored.first_quantized + block) * BLOCK
+        for head in range(stored.num_kv_heads):
+            at = block * stored.heads + first + head
+            following = min(place_ahead(at, head, ahead, address), last)
+            for row in range(0, call.rows_at_once, ROWS):
+                ranges, is_seen, is_masked = shown(first + head, row, start, address)
+                if is_seen:
+                    tile = integers_at(place + scratch.tiles + count * TILE_BYTES, _TILE_NUMBERS)
+                    tile[0], tile[1], tile[2], tile[3] = first + head, row, head * call.rows_at_once + row, start
+                    tile[4], tile[5], tile[6], tile[7] = at, following, ranges, is_masked
+                    following = at  # once it is prefetched
+                    count += 1
+                if count == TILES_AT_ONCE:
+                    _attend_tiles(count, memory, place, address)
+                    count = 0
+    if count:
+        _attend_tiles(count, memory, place, address)
+    keep(work)
 
 
 @jit_function
-def _fold(count, row, group, of_keys, memory, address):
+def _attend_tiles(count, memory, work, address):
+    """Attend with `count` tiles."""
+    for group in range(key_layout(address).groups):
+        _fold(count, group, True, work, address)
+        _score(count, group, work, address)
+    _weigh(count, memory, work, address)
+    for group in range(value_layout(address).groups):
+        _fold(count, group, False, work, address)
+        _add_values(count, group, memory, work, address)
+
+
+@jit_inlined
+def _tile(which, work, address):
+    return call_at(work + scratch_at(address).tiles + which * TILE_BYTES, Tile)
+
+
+@jit_function
+def _fold(count, group, of_keys, work, address):
     """
     Fold scales and minima of a group of keys into the queries, or of values into the weights.
 
     It prefetches those of the blocks that come next.
     """
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    form, blocks = key_layout(address) if of_keys else value_layout(address), _blocks(memory, address)
+    form, packed = key_layout(address), stored.packed_keys
+    if not of_keys:
+        form, packed = value_layout(address), stored.packed_values
+    packed += form.scales + group * form.inner * 2
     limit = form.limit if call.rounds_to_integers else 0
     is_quad = limit > 0 and form.bits <= MOST_BITS_OF_QUADS
     middle = numba.float32(((1 << form.bits) - 1) * 0.5 if is_quad else 0)
     factor = score_factor(address) if of_keys else numba.float32(1)
-    stride, at = stored.inner * 4 if of_keys else BLOCK * 4, form.scales + group * form.inner * 2
+    stride = stored.inner * 4 if of_keys else BLOCK * 4
     for which in range(count):
-        scales = blocks[which, _KEYS if of_keys else _VALUES] + at
-        _prefetch_scales(blocks[which, _NEXT_KEYS if of_keys else _NEXT_VALUES] + at, form)
-        rows, of_rows = scratch.scores + memory + which * ROWS * BLOCK * 4, memory + which * ROWS * 4
+        tile, of_rows = _tile(which, work, address), work + which * ROWS * 4
+        scales = packed + tile.at * form.num_bytes
+        _prefetch_scales(packed + tile.following * form.num_bytes, form)
+        rows = work + scratch.scores + which * ROWS * BLOCK * 4
         if of_keys:
-            rows = scratch.rotated + (blocks[which, _HEAD] * call.rows_at_once + row) * stride
+            rows = scratch.rotated + (tile.head * call.rows_at_once + tile.row) * stride
         fold_rows(
             rows, stride, scales, scales + form.minima, form.inner, form.bits, middle, limit, factor,
-            scratch.folded + memory, scratch.rounded + memory + which * scratch.rounded_bytes,
+            work + scratch.folded, work + scratch.rounded + which * scratch.rounded_bytes,
             scratch.steps + of_rows, scratch.constants + of_rows,
         )  # fmt: skip
 
@@ -128,40 +148,36 @@ def _prefetch_scales(scales, form):
 
 
 @jit_function
-def _score(count, group, memory, address):
+def _score(count, group, work, address):
     """Write the scores of a group's tokens, and prefetch the next keys."""
     call, scratch, form = call_at(address, AttentionCall), scratch_at(address), key_layout(address)
-    blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, BLOCK)
+    keys, first, end = stored_at(address).packed_keys, group * form.group, min((group + 1) * form.group, BLOCK)
     for which in range(count):
-        of_rows = memory + which * ROWS * 4
+        tile, of_rows = _tile(which, work, address), work + which * ROWS * 4
         score_codes(
-            form.bits, call.rounds_to_integers != 0, scratch.rounded + memory + which * scratch.rounded_bytes,
-            blocks[which, _KEYS], form.inner, first, end, scratch.steps + of_rows, scratch.constants + of_rows,
-            scratch.scores + memory + which * ROWS * BLOCK * 4, blocks[which, _NEXT_KEYS],
+            form.bits, call.rounds_to_integers != 0, work + scratch.rounded + which * scratch.rounded_bytes,
+            keys + tile.at * form.num_bytes, form.inner, first, end, scratch.steps + of_rows,
+            scratch.constants + of_rows, work + scratch.scores + which * ROWS * BLOCK * 4,
+            keys + tile.following * form.num_bytes,
         )  # fmt: skip
 
 
 @jit_function
-def _weigh(count, row, memory, address):
-    """Turn scores into weights, one block after the other, as blocks of the same head share their maxima and sums."""
-    call, scratch = call_at(address, AttentionCall), scratch_at(address)
-    blocks, one = _blocks(memory, address), numba.float32(1)
+def _weigh(count, memory, work, address):
+    """Turn scores into weights, one tile after the other, as tiles of the same rows share their maxima and sums."""
+    call, scratch, one = call_at(address, AttentionCall), scratch_at(address), numba.float32(1)
     for which in range(count):
-        head, scores = blocks[which, _HEAD], scratch.scores + memory + which * ROWS * BLOCK * 4
+        tile, scores = _tile(which, work, address), work + scratch.scores + which * ROWS * BLOCK * 4
         if call.cap:
             cap_tile(scores, one, address)
-        at, ranges, is_masked = head * call.rows_at_once + row, 0, has_mask(address)
-        if call.seen:
-            ranges = scratch.ranges + at * 16
-            is_masked = is_masked or not shows(ranges, blocks[which, _START])[1]
-        if is_masked:
-            mask_tile(head, row, blocks[which, _START], ranges, scores, one, address)
-        state, corrections = memory + at * 4, scratch.corrections + memory
-        softmax_codes(scores, one, scratch.maxima + state, scratch.sums + state, corrections + which * ROWS * 4)
+        if tile.is_masked:
+            mask_tile(tile.head, tile.row, tile.start, tile.ranges, scores, one, address)
+        state, corrections = memory + tile.row_of_part * 4, work + scratch.corrections + which * ROWS * 4
+        softmax_codes(scores, one, scratch.maxima + state, scratch.sums + state, corrections)
 
 
 @jit_function
-def _add_values(count, row, group, memory, address):
+def _add_values(count, group, memory, work, address):
     """Correct a group's channels in the partial results, add the weighted values, and prefetch the next values."""
     call, stored, scratch, form = (
         call_at(address, AttentionCall),
@@ -169,14 +185,15 @@ def _add_values(count, row, group, memory, address):
         scratch_at(address),
         value_layout(address),
     )
-    blocks, first, end = _blocks(memory, address), group * form.group, min((group + 1) * form.group, form.lanes)
+    first, end = group * form.group, min((group + 1) * form.group, form.lanes)
     for which in range(count):
-        of_rows, at = memory + which * ROWS * 4, blocks[which, _HEAD] * call.rows_at_once + row
+        tile, of_rows = _tile(which, work, address), work + which * ROWS * 4
         weigh_codes(
-            form.bits, call.rounds_to_integers != 0, scratch.rounded + memory + which * scratch.rounded_bytes,
-            blocks[which, _VALUES], form.inner, form.lanes, first, end, scratch.steps + of_rows,
-            scratch.constants + of_rows, scratch.corrections + of_rows,
-            scratch.partial + memory + at * stored.width * 4, blocks[which, _NEXT_VALUES],
+            form.bits, call.rounds_to_integers != 0, work + scratch.rounded + which * scratch.rounded_bytes,
+            stored.packed_values + tile.at * form.num_bytes, form.inner, form.lanes, first, end,
+            scratch.steps + of_rows, scratch.constants + of_rows, scratch.corrections + of_rows,
+            scratch.partial + memory + tile.row_of_part * stored.width * 4,
+            stored.packed_values + tile.following * form.num_bytes,
         )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import math
 import struct
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +15,15 @@ from ..vector.tiles import ROWS
 from ..vector.vector_ir import BLOCK, CACHE_LINE, LOG2_E
 from .attention import ATTEND, merge_head, take_queries
 from .attention_call import CALL_BYTES, SCRATCH, AttentionCall, Scratch
-from .codes import BLOCKS_AT_ONCE, BLOCKS_BYTES, attend_codes
+from .codes import TILE_BYTES, TILES_AT_ONCE, attend_codes
 from .prefill_attention import attend_prefill
 from .stored_blocks import StoredBlocks
 
-# float32 sums over more blocks would lose digits; the sums of parts are added in float64.
-_PART_BLOCKS = 64
-# A call has the fewest parts times a power of two, which most numbers of threads share equally.
-_FEWEST_PARTS, _MOST_PARTS = 12, 96
-_WORTH_A_PART = 32  # blocks; with fewer, starting the part and merging its result would take time beside them
+# Blocks of a part. With fewer, starting the part and merging its result would take time beside them; float32 sums over
+# more would lose digits: those of parts are added in float64.
+_FEWEST_BLOCKS, _MOST_BLOCKS = 3, 32
+# Many blocks have a multiple of so many parts, which most numbers of threads share equally.
+_PARTS = 12
 # Rows of a part of many queries: with enough of them, making a block's operand takes little time beside its products;
 # with few enough, the part stays in the second-level cache.
 _MOST_ROWS, _FEWEST_ROWS = 256, 32
@@ -122,10 +121,10 @@ class _Calls:
 
     Args:
         shape: of the calls.
-        rows_at_once: rows of a part.
+        rows_at_once: rows of a head in a part.
         sizes: bytes of each array of a part's memory, by names of `Scratch`.
         shared: the same of arrays that all parts share.
-        strides: further fields of `Scratch`.
+        others: further fields of `Scratch`.
 
     Attributes:
         numbers: an `AttentionCall` and its `Scratch`.
@@ -133,7 +132,7 @@ class _Calls:
     """
 
     def __init__(
-        self, shape: Shape, rows_at_once: int, sizes: dict[str, int], shared: dict[str, int], strides: dict[str, int]
+        self, shape: Shape, rows_at_once: int, sizes: dict[str, int], shared: dict[str, int], others: dict[str, int]
     ):
         self.numbers = np.zeros(CALL_BYTES // 8, np.int64)
         self._buffer, self.address = self.numbers.data, int(self.numbers.ctypes.data)
@@ -142,7 +141,7 @@ class _Calls:
         shared_offsets, self._shared_bytes = laid_out(shared)
         offsets, self._part_bytes = laid_out(sizes)
         self._offsets = shared_offsets | {name: self._shared_bytes + offset for name, offset in offsets.items()}
-        self._strides = strides | {"part_bytes": self._part_bytes}
+        self._others = others | {"part_bytes": self._part_bytes}
         # What is written. Writing may be interrupted.
         self._works_at = 0
         self._is_masked = False
@@ -178,7 +177,7 @@ class _Calls:
         start = memory.of(self, self._shared_bytes + at_once * self._part_bytes, self._shared_bytes)
         if start != self._works_at:
             self._works_at = 0
-            fields = {name: start + offset for name, offset in self._offsets.items()} | self._strides
+            fields = {name: start + offset for name, offset in self._offsets.items()} | self._others
             self._write(SCRATCH, *(fields.get(name, 0) for name in Scratch._fields))
             self._works_at = start
         factor = scale * LOG2_E if cap is None else scale / cap
@@ -232,15 +231,17 @@ class Workspace:
         self.lse = np.zeros((batch, num_kv_heads * group, query_length), np.float32)
         self._lse: int = self.lse.ctypes.data
         rows = -(-group * query_length // ROWS) * ROWS
-        # With one tile of rows nothing is gained: the pairs of a key would be put together for it alone.
-        self._multiplies_bfloat16 = group * query_length > ROWS and key_dim % 2 == 0 and has_bfloat16_products()
-        inner, of_rows = value_width(key_dim), 4 * batch * num_kv_heads * rows
-        longest, of_blocks = max(inner, BLOCK), 4 * BLOCKS_AT_ONCE * ROWS
+        self._multiplies_bfloat16 = key_dim % 2 == 0 and has_bfloat16_products()
+        inner, of_rows = value_width(key_dim), 4 * num_kv_heads * rows
         sizes = {"maxima": of_rows, "sums": of_rows, "partial": of_rows * value_width(value_dim)}
-        sizes |= {"scores": of_blocks * BLOCK, "corrections": of_blocks, "steps": of_blocks, "constants": of_blocks}
-        sizes |= {"folded": 4 * ROWS * longest, "rounded": of_blocks * longest, "blocks": BLOCKS_BYTES}
         shared = {"operand": of_rows * inner, "rotated": of_rows * inner, "ranges": 4 * of_rows}
-        self._calls = _Calls(shape, rows, sizes, shared, {"rounded_bytes": 4 * ROWS * longest})
+        shared = {name: batch * num_bytes for name, num_bytes in shared.items()}
+        longest, of_tiles = max(inner, BLOCK), 4 * TILES_AT_ONCE * ROWS
+        work = {"scores": of_tiles * BLOCK, "corrections": of_tiles, "steps": of_tiles, "constants": of_tiles}
+        work |= {"folded": 4 * ROWS * longest, "rounded": of_tiles * longest, "tiles": TILES_AT_ONCE * TILE_BYTES}
+        offsets, work_bytes = laid_out(work)
+        offsets |= {"rounded_bytes": 4 * ROWS * longest, "work_bytes": work_bytes}
+        self._calls = _Calls(shape, rows, sizes, shared, offsets)
         self._memory, self.asked = memory or WorkingMemory(), self._calls.numbers
         # By the type of the blocks, and whether some are quantized.
         self._operations: dict[tuple[np.dtype, bool], Operations] = {}
@@ -301,24 +302,24 @@ class Workspace:
 
         Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again.
         """
-        heads, coded = blocks.heads, blocks.quantized_blocks
-        in_codes = parts_of(coded, heads) if coded else 0
-        parts = in_codes + parts_of(-(-blocks.num_tokens // BLOCK) - coded, heads)
+        batch, coded = self.shape.batch, blocks.quantized_blocks
+        in_codes = parts_of(coded)
+        parts = in_codes + parts_of(-(-blocks.num_tokens // BLOCK) - coded)
         as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
         self._calls.ask(
-            self._memory, parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes, seen,
-            visible, bias, cap,
+            self._memory, batch * parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes,
+            seen, visible, bias, cap,
         )  # fmt: skip
-        return parts, in_codes
+        return batch * parts, batch * in_codes
 
 
-@cache
-def parts_of(blocks: int, heads: int) -> int:
-    """Number of parts for some blocks of all heads. The threads do not count, so the order of sums is fixed."""
-    parts = _FEWEST_PARTS
-    while parts < _MOST_PARTS and 2 * parts * _WORTH_A_PART <= blocks:
-        parts *= 2
-    return min(blocks * heads, parts * -(-blocks // (parts * _PART_BLOCKS)))
+def parts_of(blocks: int) -> int:
+    """
+    Number of parts for some blocks of a sequence.
+
+    Neither threads nor other sequences and queries count: the sums of a row have one order, whatever comes with it.
+    """
+    return min(-(-blocks // _FEWEST_BLOCKS), _PARTS * -(-blocks // (_PARTS * _MOST_BLOCKS)))
 
 
 _wanted: bool | None = None

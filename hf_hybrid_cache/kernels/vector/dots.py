@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from . import vector_ir as vec
 from .processor import AVX2, AVX512, AVX512_VNNI, AVX_VNNI, has_features
-from .vector_ir import FLOATS, INT8, INT16, INT32, INTS, LANES
+from .vector_ir import FLOATS, INT8, INT16, INT32, INT64, INTS, LANES
 
 MultiplyAdd = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 QuadDot = Callable[[ir.IRBuilder, Sequence[tuple[ir.Value, ir.Value]], ir.Value], ir.Value]
@@ -78,6 +78,13 @@ def _quads_of_avx512_vnni(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value,
     for a, b in pairs:
         c = builder.asm(ir.FunctionType(INTS, [INTS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v", [c, a, b], False)
     return c
+
+
+def dot_with_quad(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
+    """`total` plus the products of four codes in each lane with a quad in memory, which needs no register: for VNNI."""
+    kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
+    instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
+    return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
 
 
 def _quads_of_avx_vnni(builder: ir.IRBuilder, pairs: Sequence[tuple[ir.Value, ir.Value]], c: ir.Value) -> ir.Value:

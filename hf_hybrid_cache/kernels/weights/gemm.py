@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from ..forms.panels import STRIP, for_width, quads_of_codes, scales_and_minima, strip_lines
 from ..vector import vector_ir as vec
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
-from ..vector.dots import quad_dot
+from ..vector.dots import dot_with_quad, quad_dot
 from ..vector.intrinsics import call_at
 from ..vector.numbers_at import Numbers, address_of, keep
 from ..vector.parallel import split_work, team_of_kernels, threads_of
@@ -237,13 +237,6 @@ def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_sh
     return types.void(*[types.int64] * 5), generate
 
 
-def _dot_with_quad(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
-    """`total` plus the products of four codes in each lane with a quad in memory, which then needs no register."""
-    kind = ir.FunctionType(INTS, [INTS, INTS, INT64])
-    instruction = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
-    return builder.asm(kind, instruction, "=v,0,v,r", [total, codes, address], False)
-
-
 @intrinsic
 def _multiply_tile(
     typing_context: Any,
@@ -304,7 +297,7 @@ def _multiply_tile(
                             place = token * STRIP + quad * 4
                             for which, each in enumerate(codes):
                                 output = token * _PANELS + which
-                                dots[output] = _dot_with_quad(builder, each, quads, place, dots[output])
+                                dots[output] = dot_with_quad(builder, each, quads, place, dots[output])
                         quad += 1
                 results = []
                 scales, minima = (

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from ..forms.panels import QUADS, for_width, pairs_of_codes, quads_of_codes, scales_and_minima
 from ..vector import vector_ir as vec
-from ..vector.dots import pair_dot, plain_dot, quad_dot
+from ..vector.dots import dot_with_quad, pair_dot, plain_dot
 from ..vector.processor import has_gemm
 from ..vector.vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES, reduced
 
@@ -143,18 +143,15 @@ def _products_of_quads(
     builder: ir.IRBuilder, words: list[ir.Value], width: int, places: list[ir.Value], sums: list[ir.Value]
 ) -> list[ir.Value]:
     """Add the products of codes with the 8-bit digits of tokens to `sums`, separately for upper and lower digits."""
-    dot, sums = quad_dot(), list(sums)
-    assert dot is not None
+    sums = list(sums)
     chains = len(sums) // len(places) // len(words)
     codes_of_words = [quads_of_codes(builder, each, width) for each in words]
     for quad, codes_of_panels in enumerate(zip(*codes_of_words, strict=True)):
         for token, place in enumerate(places):
             for digit in range(2):
-                at = builder.add(place, INT64(8 * quad + 4 * digit))
-                number = vec.splat(builder, vec.load(builder, at, INT32))
                 for panel, codes in enumerate(codes_of_panels):
                     chain = (token * len(words) + panel) * chains + (2 * quad + digit) % chains
-                    sums[chain] = dot(builder, [(codes, number)], sums[chain])
+                    sums[chain] = dot_with_quad(builder, codes, place, 8 * quad + 4 * digit, sums[chain])
     return sums
 
 
