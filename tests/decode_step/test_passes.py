@@ -47,7 +47,7 @@ def pass_of(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor) ->
 def passes(draw: st.DrawFn) -> tuple[list[int], int]:
     """Lengths of prompts, up to 64 tokens around the ends of blocks, and the tokens of a pass after them."""
     batch = draw(st.integers(1, 4))
-    around = draw(st.sampled_from([20, 64, 192]))
+    around = draw(st.sampled_from([20, 64, 192, 1408]))
     longest = draw(st.integers(around - 16, around + 4))
     lengths = draw(st.lists(st.integers(max(1, longest - 70), longest), min_size=batch - 1, max_size=batch - 1))
     return [longest, *lengths], draw(st.integers(2, 16 // batch))
