@@ -13,7 +13,7 @@ from ..attention.workspace import Shape, Strided, WorkingMemory, Workspace, alig
 from ..vector.compiled import Kernel
 from ..vector.operations import Operations
 from ..vector.parallel import team_of_kernels
-from ..vector.vector_ir import BLOCK, CACHE_LINE, LANES
+from ..vector.vector_ir import CACHE_LINE, LANES
 from ..weights.products import PANELS, Product, Weights
 from .arithmetic import CODES, NUM_OPERANDS, REDUCTIONS
 from .instructions import (
@@ -161,7 +161,7 @@ class StepProgram:
         """
         self._starts[1] = batch * length
         # Parts follow from the number of blocks; the number of tokens is read from the records.
-        of_layers = [(each.address, each.quantized_blocks, -(-each.num_tokens // BLOCK)) for each in layers]
+        of_layers = [(each.address, each.quantized_blocks, each.blocks_seen) for each in layers]
         if of_layers != self._taken_from:
             self._taken, self._taken_from = {}, of_layers
         if (batch, length) in self._taken:
