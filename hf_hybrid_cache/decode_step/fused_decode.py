@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ class FusedDecode:
         self._decoder = weakref.ref(decoder, lambda _: recognised.clear())
         self.head: weakref.ref[nn.Linear] | None = None
         self._is_on = True
+        self._passes = threading.local()
         self.fused_steps = 0
         self.other_passes: Counter[str] = Counter()
 
@@ -69,6 +71,11 @@ class FusedDecode:
     def __signature__(self) -> inspect.Signature:
         decoder = self._decoder()
         return inspect.signature(FusedDecode.__call__ if decoder is None else type(decoder).forward.__get__(decoder))
+
+    @property
+    def ran_last(self) -> bool:
+        """Whether the last pass of this thread ran in one call, of which the output head is a part then."""
+        return getattr(self._passes, "are_fused", False)
 
     @property
     def repeats_rows(self) -> bool:
@@ -115,6 +122,8 @@ class FusedDecode:
         if not self._is_on or torch.compiler.is_compiling():
             return type(decoder).forward(decoder, *args, **kwargs)
         out = self._run(decoder, args, kwargs)
+        if layers_of(decoder):  # planning runs a decoder without, to learn what the rest of the pass before took
+            self._passes.are_fused = not isinstance(out, str)
         if isinstance(out, str):
             self.other_passes[out] += 1
             return type(decoder).forward(decoder, *args, **kwargs)
@@ -214,7 +223,7 @@ class _OutputHead:
             and all(each.is_cpu and each.dtype == states.dtype for each in (states, weight, bias) if each is not None)
             and (is_bfloat16 or states.dtype == torch.float32)
             and states.shape[-1] == weight.shape[1]
-            and self._fused.fused_steps
+            and self._fused.ran_last
             and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
         )
         if not fits:

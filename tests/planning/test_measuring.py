@@ -94,11 +94,11 @@ def test_some_layers_when_operations_count_then_take_what_all_take(
 
 
 def test_decode_steps_when_the_model_is_known_then_run_in_one_call(clock: Clock):
-    """The clock does not see what runs there: the output head is left."""
+    """The clock does not see what runs there."""
     config = FAMILIES["llama"]()
     with clock:
         measured = measure(config, model_cost(config, torch.float32), Candidate("dynamic", Strategy.CPU), CONTEXT)
-    assert measured.seconds_per_token == config.hidden_size * config.vocab_size
+    assert not measured.seconds_per_token
 
 
 def test_the_best_of_each_precision_when_asked_for_then_is_measured():

@@ -76,7 +76,8 @@ def _attend_part(element, part, address):
     hidden = stored.hidden // BLOCK
     blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks - hidden
     first, of_part, memory = begin_part(part, call.quantized_parts, call.parts - call.quantized_parts, blocks, address)
-    work, place = working_memory(address)
+    work = working_memory(address)
+    place = first_line(work)
     for block in of_part:
         for head in range(stored.num_kv_heads):
             _attend_block(element, hidden + block, first, head, memory, place, address)
@@ -117,9 +118,14 @@ def place_ahead(place, head, ahead, address):
 
 @jit_inlined
 def working_memory(address):
-    """Memory that a part works in, to be kept, and the address to work at."""
-    work = np.empty(scratch_at(address).work_bytes + CACHE_LINE, np.uint8)
-    return work, (np.int64(work.ctypes.data) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+    """Memory that a part works in, to be kept, from its first whole cache line on."""
+    return np.empty(scratch_at(address).work_bytes + CACHE_LINE, np.uint8)
+
+
+@jit_inlined
+def first_line(memory):
+    """The address of the first whole cache line."""
+    return (np.int64(memory.ctypes.data) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @jit_inlined
@@ -131,9 +137,9 @@ def has_mask(address):
 @jit_inlined
 def shown(head, row, start, address):
     """
-    What four rows of a head, from `row` on, see of the block that begins at token `start`.
+    Return what four rows of a head, from `row` on, see of the block that begins at token `start`.
 
-    Returns the address of their ranges, or 0; whether one of them sees any of it; and whether anything may be hidden.
+    It is the address of their ranges, or 0; whether one of them sees any of it; and whether anything may be hidden.
     """
     call = call_at(address, AttentionCall)
     if not call.seen:

@@ -26,7 +26,7 @@ from ..vector.intrinsics import call_at, prefetch_lines
 from ..vector.numbers_at import integers_at, keep
 from ..vector.tiles import ROWS, softmax_codes
 from ..vector.vector_ir import BLOCK, CACHE_LINE, FLOAT, FLOATS, INT8, INT16, INT64, LANES
-from .attention import begin_part, place_ahead, shown, working_memory
+from .attention import begin_part, first_line, place_ahead, shown, working_memory
 from .attention_call import (
     AttentionCall,
     cap_tile,
@@ -67,7 +67,8 @@ def attend_codes(part, address):
     """Attend to a part's quantized blocks, with all rows of a head before the next one."""
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     first, blocks, memory = begin_part(part, 0, call.quantized_parts, stored.quantized_blocks, address)
-    work, place = working_memory(address)
+    work = working_memory(address)
+    place = first_line(work)
     ahead, count = max(1, TILES_AT_ONCE * ROWS // call.rows_at_once), 0
     last = (blocks.stop - 1) * stored.heads + first + stored.num_kv_heads - 1
     for block in blocks:
