@@ -23,7 +23,7 @@ def budget(number: int) -> int:
 def search_at_random(examples: int, **options: int) -> settings:
     """Return Hypothesis' settings for a search over inputs or sequences of steps."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=budget(examples), suppress_health_check=checks, **options)
+    return settings(max_examples=budget(examples), suppress_health_check=checks, deadline=None, **options)
 
 
 def count(what: str, number: int = 1) -> None:
