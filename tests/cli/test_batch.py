@@ -113,7 +113,9 @@ def test_an_answer_has_its_documents_and_the_fields_of_its_question(batch: Batch
     batch.run("--context", 50, exit_code=1)
     failed, of_folder, of_list = answers = batch.answers()  # what is missing is told first
     assert [answer | question for answer, question in zip(answers, asked, strict=True)] == answers
-    assert {name for answer in answers for name in answer} - asked[0].keys() == set(RESULT_FIELDS)
+    # The model does not think.
+    of_thoughts = {"thinking", "thinking_tokens"}
+    assert {name for answer in answers for name in answer} - asked[0].keys() == {*RESULT_FIELDS} - of_thoughts
     assert "missing: No such file" in failed["error"]
     assert of_folder["left_out"] == ["texts/picture.png is not UTF-8 text (byte 0 is 0x89)."]
     assert of_folder["documents"] == [
@@ -305,6 +307,7 @@ def test_a_question_for_which_memory_ends_fails_alone(batch: Batch, monkeypatch:
 
 def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     batch.run()
+    assert {*batch.answers()[0]} <= {"document", "question", "id", *RESULT_FIELDS}
     written, beside = batch.out.read_bytes(), batch.out.with_name("answers.settings.jsonl")
     (settings,) = {json.dumps(json.loads(line)["settings"]) for line in beside.read_text().splitlines()}
     (digest,) = {answer["settings"] for answer in batch.answers()}
