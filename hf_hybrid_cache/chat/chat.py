@@ -89,6 +89,7 @@ class Chat:
     Raises:
         DocumentError: a document cannot be read.
         PromptError: the documents do not fit the model, or there is no place for a system message.
+        SettingError: the model's tokenizer cannot write the form of `settings`.
         ValueError: there is no such cache, or it has no bits.
         PrefixStoreFolderError: the folder cannot be used.
 
@@ -123,6 +124,7 @@ class Chat:
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
         self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
+        self._generator.forming(self.settings)
         self._progress, self._remark = progress, remark or (lambda _: None)
         self._thoughts = thoughts or (lambda _: None)
         self._template = ChatTemplate(tokenizer, system).given(self.settings)
@@ -301,7 +303,7 @@ class Chat:
         """
         self._require_closed()
         self.require_room(question, settings)  # what is refused is refused before anything is read
-        return self._generator.closing_at_exit(self._answer(question, settings or self.settings))
+        return self._generator.closing_at_exit(self._answer(question, self._checked(settings)))
 
     def complete(self, text: str, settings: AnswerSettings | None = None) -> abc.Generator[str, None, None]:
         """
@@ -319,7 +321,7 @@ class Chat:
         """
         self._require_closed()
         asked = Asked.of("", self._template.whole_prompt(text)[0], self.context)
-        return self._generator.closing_at_exit(self._completed(asked, text, settings or self.settings))
+        return self._generator.closing_at_exit(self._completed(asked, text, self._checked(settings)))
 
     def ask_all(
         self, questions: Sequence[str], at_once: int = 1, settings: AnswerSettings | None = None
@@ -343,7 +345,7 @@ class Chat:
         self._require_closed()
         for question in questions:
             self.require_room(question, settings)
-        return self._generator.closing_at_exit(self._answers(questions, at_once, settings or self.settings))
+        return self._generator.closing_at_exit(self._answers(questions, at_once, self._checked(settings)))
 
     def require_room(self, question: str, settings: AnswerSettings | None = None) -> None:
         """
@@ -404,6 +406,12 @@ class Chat:
             raise OpenAnswerError(
                 "An answer of this conversation has begun, and has not ended: take all of it, or close it by .close()."
             )
+
+    def _checked(self, settings: AnswerSettings | None) -> AnswerSettings:
+        """Return the settings of an answer; raises `SettingError` if the model's tokenizer cannot write its form."""
+        settings = settings or self.settings
+        self._generator.forming(settings)
+        return settings
 
     @contextmanager
     def _open(self) -> Iterator[None]:

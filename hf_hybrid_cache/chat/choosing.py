@@ -1,12 +1,20 @@
 """The choice of an answer's tokens: by its settings, and by what it follows of a model's generation config."""
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from .settings import AnswerSettings
+from ..token_ids import num_common
+from .forms import Form, grammar_of
+from .settings import AnswerSettings, SettingError
+from .thinking import ThoughtTokens
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 # Of a model's generation config: its special tokens, and the tokens that an answer may not, or rather should, have.
 _FOLLOWED = {
@@ -79,6 +87,78 @@ class Penalties(LogitsProcessor):
         counts = torch.zeros_like(scores).scatter_add_(1, answers, torch.ones_like(answers, dtype=scores.dtype))
         penalized: Any = scores - self._presence * (counts > 0) - self._frequency * counts
         return penalized
+
+
+class Forming(LogitsProcessor):
+    """
+    Leaves each answer the tokens with which it can have its form; once that is whole, the end-of-text tokens.
+
+    A thought before the answer is free, but does not end the text. What a model's generation config would never let
+    come may come where the form leaves nothing else. Tokens may be other ones than in the call before, as those of
+    drafts are.
+
+    Args:
+        name: of the form, see `AnswerSettings`.
+        form: of the answers.
+        tokenizer: of the model, as llguidance has it.
+        thoughts: of each answer.
+        start: tokens of the prompts.
+
+    Raises:
+        SettingError: the tokenizer cannot write the form. A call raises it, too.
+    """
+
+    def __init__(self, name: str, form: Form, tokenizer: "LLTokenizer", thoughts: Sequence[ThoughtTokens], start: int):
+        from llguidance import LLMatcher
+
+        self._name, self._thoughts, self._start = name, thoughts, start
+        matcher = LLMatcher(tokenizer, grammar_of(name, form), log_level=0)
+        matcher.compute_bitmask()  # tells whether an answer can begin
+        self._require(matcher)
+        # Of each answer, with the tokens that it has taken.
+        self._matchers = [(matcher.deep_copy(), list[int]()) for _ in thoughts]
+        self._thinking = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+        for token in tokenizer.eos_tokens:
+            self._thinking.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        from llguidance.numpy import fill_next_token_bitmask
+
+        answers = input_ids[:, self._start :].tolist()
+        bits = np.zeros((len(answers), len(self._thinking)), np.int32)
+        for row, (thought, token_ids) in enumerate(zip(self._thoughts, answers, strict=True)):
+            thought.read(token_ids)
+            begin = thought.form_begin(token_ids)
+            if begin is None:
+                bits[row] = self._thinking
+                continue
+            marks, needs_mark = thought.opening(token_ids)
+            matcher, is_whole = self._matchers[row][0], self._take(row, token_ids[begin:])
+            if not marks or (is_whole and not needs_mark):
+                fill_next_token_bitmask(matcher, bits, row)
+                self._require(matcher)
+            for token in marks:
+                bits[row].view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        # Logits may be more or fewer than the tokenizer's tokens.
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=scores.shape[1])
+        left: Any = scores.clamp(min=torch.finfo(scores.dtype).min)
+        return left.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+
+    def _take(self, row: int, token_ids: list[int]) -> bool:
+        """Let an answer have these tokens; return whether all are of the form, as those after its end are not."""
+        matcher, taken = self._matchers[row]
+        same = num_common(taken, token_ids)
+        if same < len(taken):
+            matcher.rollback(len(taken) - same)
+            del taken[same:]
+        taken += token_ids[same : same + matcher.try_consume_tokens(token_ids[same:])]
+        return len(taken) == len(token_ids)
+
+    def _require(self, matcher: Any) -> None:
+        """Raise an error if a matcher has failed."""
+        if matcher.is_error():
+            why = matcher.get_error().strip().partition("\n")[0]
+            raise SettingError(f"{self._name} is a form that no tokens of this model can go on with: {why}.")
 
 
 class Sampling(LogitsProcessor):

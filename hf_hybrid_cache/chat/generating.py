@@ -19,9 +19,10 @@ from ..cache import HybridCache, contents_of
 from ..cache_argument import cache_argument
 from ..decode_step import repeats_rows
 from ..drafts import PromptLookup
-from .choosing import Penalties, Sampling, generate_arguments
+from .choosing import Forming, Penalties, Sampling, generate_arguments
+from .forms import tokenizer_of_forms
 from .prompts import Asked
-from .settings import AnswerSettings
+from .settings import AnswerSettings, SettingError
 from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
@@ -91,6 +92,20 @@ class Generator:
         """Return a generator of an answer, which is closed, if it is open, before the program ends."""
         self._open.add(pieces)
         return pieces
+
+    def forming(
+        self, settings: AnswerSettings, thoughts: Sequence[ThoughtTokens] = (), start: int = 0
+    ) -> list[LogitsProcessor]:
+        """Return what holds answers to their form, if they have one; raises `SettingError` where nothing can."""
+        if not settings.form:
+            return []
+        [(name, form)] = settings.form.items()
+        try:
+            vocabulary = self._model.config.get_text_config().vocab_size
+            tokenizer = tokenizer_of_forms(self._tokenizer, vocabulary, self._ends)
+        except ValueError as error:
+            raise SettingError(f"{name} {error}") from error
+        return [Forming(name, form, tokenizer, thoughts, start)]
 
     def pieces(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: Cache, into: "Generation"
@@ -167,10 +182,15 @@ class Generator:
 
     def _is_ended(self, made: "Generation", token_ids: list[int]) -> bool:
         """Return whether an answer ends with an end-of-text token of the model, or has one of the texts that end it."""
-        ends = getattr(self._model.generation_config, "eos_token_id", None)
-        if token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends):
+        if token_ids[-1] in self._ends:
             return True
         return self._has_stop(made, token_ids)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """The end-of-text tokens of the model."""
+        ends = getattr(self._model.generation_config, "eos_token_id", None)
+        return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
     def _has_stop(self, made: "Generation", token_ids: list[int]) -> bool:
         stop = made.settings.stop
@@ -224,6 +244,7 @@ class Generator:
         processors: list[LogitsProcessor] = []
         if settings.presence_penalty or settings.frequency_penalty:
             processors.append(Penalties(settings, start))
+        processors += self.forming(settings, counted, start)
         if settings.temperature:
             processors.append(Sampling(settings, len(input_ids), device))
         if made.thought:

@@ -241,12 +241,20 @@ class ChatTemplate:
             begin, end = marks[0], f"\n{marks[1]}\n\n"
         answer = plain.removeprefix(usual_prompt).strip() if plain.startswith(usual_prompt) else ""
         shown = begin + end + answer
+        answer = "" if begin in answer or end.strip() in answer else answer
+        written = before.removeprefix(usual_prompt).rstrip()  # with the white space that a model writes before it
+        written = written if written.strip() == begin else begin
+        begin_ids, end_ids, answer_ids = (
+            tuple(self._tokenized(mark, add_special_tokens=False)[0]) for mark in (written, end, answer)
+        )
         return ThoughtForm(
             begin,
             end.strip(),
-            "" if begin in answer or end.strip() in answer else answer,
+            answer,
             prompt.rstrip().endswith(begin),
-            tuple(self._tokenized(end, add_special_tokens=False)[0]),
+            begin_ids,
+            end_ids,
+            answer_ids,
             frozenset(id for id, each in self._special.items() if each.content not in shown),
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..drafts import MOST_TOKENS
 from ..errors import HybridCacheError
+from .forms import FORMS, Form, checked_form
 
 # Bits of keys and values in a quantized cache.
 DEFAULT_BITS = 4
@@ -17,13 +18,16 @@ _MOST = 1e10
 
 
 class SettingError(HybridCacheError, ValueError):
-    """A setting of answers is out of its range, or would be ignored; the message names it and gives the range."""
+    """A setting of answers is out of its range, unsupported, or would be ignored; the message begins with its name."""
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
     """
-    Settings of an answer: its length, and how its tokens are chosen.
+    Settings of an answer: its length, its form, and how its tokens are chosen.
+
+    An answer has one form at most, which takes the package llguidance. One that ends by itself (`finish_reason` is
+    "stop", and no text of `stop` ended it) has the form whole.
 
     Args:
         max_new_tokens: tokens of the answer at most, after its thought.
@@ -42,9 +46,16 @@ class AnswerSettings:
         max_thinking_tokens: tokens of the thought at most; then it is closed, so that an answer comes.
         chat_template_kwargs: values of variables of the chat template, such as `{"reasoning_effort": "low"}`; `None`
             for no others.
+        schema: of the JSON that the answer is: an object, its text, the path of a file, or a class of pydantic.
+        choices: the answer is one of these texts.
+        regex: the answer has this form, as the Rust crate regex writes it.
+        grammar: the answer has this form, as llguidance's Lark grammars write it.
 
     Raises:
-        SettingError: a setting is out of its range, or would be ignored.
+        SettingError: a setting is out of its range, unsupported, or would be ignored.
+
+    Example:
+        >>> AnswerSettings(schema={"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]})
     """
 
     max_new_tokens: int = 256
@@ -61,6 +72,10 @@ class AnswerSettings:
     thinking: bool | None = None
     max_thinking_tokens: int = 2048
     chat_template_kwargs: Mapping[str, Any] | None = None
+    schema: Any = None
+    choices: tuple[str, ...] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -91,6 +106,19 @@ class AnswerSettings:
             raise SettingError(f"drafts must be from 0 to {MOST_TOKENS}, got {self.drafts}.")
         if not all(self.stop):
             raise SettingError("stop must not have an empty text, before which every answer ends.")
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise SettingError(f"{given[1]} is a form of answers, and {given[0]} another one: drop one of them.")
+        for name in given:
+            try:
+                object.__setattr__(self, name, checked_form(name, getattr(self, name)))
+            except ValueError as error:
+                raise SettingError(f"{name} {error}") from error
+
+    @property
+    def form(self) -> dict[str, Form]:
+        """The setting that is the form of the answer, by its name; empty if it has none."""
+        return {name: form for name in FORMS if (form := getattr(self, name)) is not None}
 
     @property
     def template_values(self) -> dict[str, Any]:

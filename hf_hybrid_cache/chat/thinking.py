@@ -28,7 +28,9 @@ class ThoughtForm:
         end: mark between a thought and the answer.
         answer: mark that begins an answer without a thought; may be empty.
         is_open: whether the prompt has begun the thought.
+        begin_ids: tokens of the mark that begins a thought, with white space before it where the template has some.
         end_ids: tokens that end a thought, with the white space around the mark.
+        answer_ids: tokens of the mark that begins an answer without one.
         hidden_ids: special tokens that are of none of the marks.
     """
 
@@ -36,7 +38,9 @@ class ThoughtForm:
     end: str
     answer: str
     is_open: bool
+    begin_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
     hidden_ids: frozenset[int]
 
     @property
@@ -117,6 +121,23 @@ class ThoughtTokens:
     def num_answer(self) -> int:
         """Tokens after the thought; 0 before it has ended."""
         return self._length - self._end if self._end is not None else 0
+
+    def form_begin(self, token_ids: Sequence[int]) -> int | None:
+        """Return after how many tokens an answer has its form, as far as is known; `None` within a thought."""
+        if self._form is None or self._end:
+            return self._end or 0
+        if self._begin is not None:
+            return None
+        mark = self._form.answer_ids
+        return len(mark) if tuple(token_ids[: len(mark)]) == mark else 0
+
+    def opening(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """Return the tokens with which a mark before the answer can go on, and whether there must be one."""
+        if self._form is None or self._begin is not None or self._end is not None:
+            return [], False
+        marks, size = (self._form.begin_ids, self._form.answer_ids), len(token_ids)
+        tokens = [mark[size] for mark in marks if len(mark) > size and mark[:size] == tuple(token_ids)]
+        return tokens, bool(tokens and self._form.answer_ids)
 
     @property
     def forced(self) -> int | None:

@@ -1,9 +1,9 @@
-"""The arguments of a command before they are parsed: a file has defaults, and `--document` takes several documents."""
+"""The arguments of a command before they are parsed: a file has defaults, and some options take several values."""
 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ _SET_ASIDE = (
     ("--cache", "--bits"),
     *(("--resume", each) for each in _OF_BEGUN),
 )
+# Options that take several values, and what tells whether a further word is one of them.
+_MANY: dict[str, Callable[[str], bool]] = {
+    "--document": lambda given: given == "-" or os.path.exists(given) or is_on_the_web(given),
+    "--choices": lambda given: not given.startswith("-"),
+}
 
 
 def defaults_path() -> Path | None:
@@ -38,25 +43,28 @@ def defaults_path() -> Path | None:
 
 
 class Command(TyperCommand):
-    """A command with defaults of a file, whose `--document` takes each file, folder and address that follows it."""
+    """
+    A command with defaults of a file.
+
+    Its `--document` takes each file, folder and address that follows it, its `--choices` each word up to an option.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments after those of the file, with `--document` before each document."""
+        """Parse arguments after those of the file, with the option before each of several values."""
         try:
             defaults = [] if "--help" in args else _defaults(ctx.parent.command.commands, str(self.name), args)
         except UsageError as error:
             raise fail(str(error)) from error
-        return super().parse_args(ctx, [*defaults, *_with_each_document_named(args)])
+        return super().parse_args(ctx, [*defaults, *_with_each_value_named(args)])
 
 
-def _with_each_document_named(args: Sequence[str]) -> list[str]:
+def _with_each_value_named(args: Sequence[str]) -> list[str]:
     named: list[str] = []
-    follows = False  # a document, that is, or a value of the option
-    for index, given in enumerate(args):
-        is_value = index > 0 and args[index - 1] == "--document"
-        is_next = follows and not is_value and (given == "-" or os.path.exists(given) or is_on_the_web(given))
-        named += ["--document", given] if is_next else [given]
-        follows = is_value or is_next or given.startswith("--document=")
+    of = ""  # the option whose value came last
+    for before, given in zip(["", *args], args, strict=False):
+        is_next = before not in _MANY and of in _MANY and _MANY[of](given)
+        named += [of, given] if is_next else [given]
+        of = before if before in _MANY else of if is_next else given.partition("=")[0] if "=" in given else ""
     return named
 
 

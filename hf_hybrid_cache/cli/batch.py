@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..chat.forms import FORMS
 from ..documents import DocumentError, read_documents, require_documents
 from ..errors import HybridCacheError
 from ..scalars import duration_text
+from .answer_table import write_table
 from .batch_files import Answers, Question, by_document, documents_digest, read_questions
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts, without_controls
-from .options import ANSWER, DOCUMENT, AnswerOptions, Cache, Model, Prompt, Store, option, with_options
+from .options import ANSWER, DOCUMENT, Cache, FormedAnswerOptions, Model, Prompt, Store, option, with_options
 from .task import answer_fields
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ def batch(
         typer.Argument(
             help='Lines such as {"document": "report.txt", "question": "Who wrote it?", "id": 7}; the id may be left '
             "out, and other fields are those of the answer too. A document is a file or a folder, or a list of them; "
-            "names are relative to this file's folder."
+            "names are relative to this file's folder. With schema (an object, or the name of a file), choices or "
+            "regex a line has its own form of answer."
         ),
     ],
     out: Annotated[
@@ -47,7 +50,7 @@ def batch(
     prompt: Prompt,
     cache: Cache,
     model: Model,
-    answer: AnswerOptions,
+    answer: FormedAnswerOptions,
     store: Store,
     at_once: Annotated[
         str,
@@ -60,6 +63,14 @@ def batch(
             metavar="NUMBER|auto",
         ),
     ] = "1",
+    csv: Annotated[
+        Path | None,
+        option(
+            ANSWER,
+            "File for a table of the answers in --out: a row for each question, a column for each property of an "
+            "answer that is an object of JSON.",
+        ),
+    ] = None,
     again: Annotated[
         bool,
         option(ANSWER, "Ask again what was answered with other options. Default: that is an error.", "--again"),
@@ -86,14 +97,16 @@ def batch(
         cache.require_ours("batch")
         most_together = _parsed_at_once(at_once)
         share, path = _parsed_shard(shard), _path_of_answers(out)
-        asked = list(chain.from_iterable(by_document(read_questions(questions))[share]))
+        _check_path_of_table(csv, (questions, out))
+        settings = answer.settings()
+        asked = list(chain.from_iterable(by_document(read_questions(questions, settings.form))[share]))
         folder = questions.parent.absolute()
         if store.folder is not None:
             from ..prefix_store import StoredPrompts
 
             StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
-        settings = _kept_settings(prompt, cache, model, answer)
-        answers = Answers(path, asked, settings, folder, partial(note, notes), again)
+        kept = _kept_settings(prompt, cache, model, answer)
+        answers = Answers(path, asked, kept, folder, partial(note, notes), again)
         with answers.alone():
             left, loaded = answers.left(model.name), None
             missing, groups = _without_missing(by_document(left.questions), folder)
@@ -113,6 +126,7 @@ def batch(
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
             failed: list[tuple[Question, str]] = []
+            num_cut = 0
             read: Iterator[Outcome] = iter(())
             if loaded is not None:
                 of_chat = {
@@ -120,7 +134,7 @@ def batch(
                     "context": prompt.context,
                     **cache.arguments,
                     "store": store.open(),
-                    "settings": answer.settings(),
+                    "settings": settings,
                     "details": {"model": model.name, "weights": model.weights},
                 }
                 read = _Reader(loaded, of_chat, folder, progress, notes, most_together).outcomes(groups)
@@ -129,6 +143,7 @@ def batch(
                     for question, fields in chain(missing, read):
                         answers.add(question, fields)
                         failed += [(question, fields["error"])] if "error" in fields else []
+                        num_cut += bool(question.form) and fields.get("finish_reason") in ("length", "context")
                         progress.answered(is_error="error" in fields)
             except KeyboardInterrupt:
                 way_on = "the same command goes on" if path else "a file as --out goes on where it was"
@@ -137,6 +152,11 @@ def batch(
                 raise
         for question, reason in failed:
             note(notes, f"{questions}, line {question.line}: {question.fields['document']}: {reason}")
+        if num_cut:
+            cut = f"{num_cut:,} answers are cut off before they have their form"
+            note(notes, f"{cut}: --max-new-tokens {settings.max_new_tokens:,} may be raised")
+        if csv is not None:
+            note(notes, write_table(csv, sorted(asked, key=lambda each: each.line), answers.given()))
         where = f" in {out}" if path else ""
         note(notes, f"{len(asked) - len(failed):,} of {len(asked):,} questions are answered{where}")
         if failed:
@@ -171,7 +191,19 @@ def _path_of_answers(out: Path) -> Path | None:
     return out
 
 
-def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: AnswerOptions) -> dict[str, Any]:
+def _check_path_of_table(table: Path | None, others: Sequence[Path]) -> None:
+    """Raise `UsageError` unless --csv is missing, or a file of its own beside one of answers."""
+    if table is None:
+        return
+    if str(others[-1]) == "-":
+        raise UsageError("--csv is a table of what is in the file --out: name one instead of -.")
+    if not table.parent.is_dir():
+        raise UsageError(f"There is no folder {table.parent} for --csv.")
+    if table.resolve() in [each.resolve() for each in others] or (table.exists() and not table.is_file()):
+        raise UsageError(f"--csv {table} is no file of its own: name another one.")
+
+
+def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: FormedAnswerOptions) -> dict[str, Any]:
     """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
     # Names and places are those of the first files of answers, in which later options are missing, as null is.
     sampling = {name: getattr(answer, name) for name in ("temperature", "top_p", "repetition_penalty", "seed")}
@@ -274,8 +306,9 @@ class _Reader:
             yield from _failed(questions, error)
             return
         fields |= {"document_digest": digest, "document_seconds": round(time.perf_counter() - start, 3)}
-        left = []
-        for question in questions:
+        left: list[Question] = []
+        forms = [question.form for question in questions]
+        for question in sorted(questions, key=lambda each: forms.index(each.form)):  # those of a form together
             try:
                 chat.require_room(question.text)
                 left.append(question)
@@ -283,10 +316,13 @@ class _Reader:
                 yield from _failed([question], error)
         at_once = self._at_once
         while left:
+            _, alike = next(groupby(left, lambda each: each.form))
+            form: dict[str, Any] = dict.fromkeys(FORMS) | dict(left[0].form)
+            settings = replace(chat.settings, **form)
             try:
-                for given in chat.ask_all([question.text for question in left], at_once):
+                for given in chat.ask_all([question.text for question in alike], at_once, settings):
                     took = {"seconds": round(given.seconds, 3), "at_once": given.together}
-                    yield left.pop(0), answer_fields(given) | took | fields
+                    yield left.pop(0), answer_fields(given, "schema" in settings.form) | took | fields
             except (HybridCacheError, MemoryError, RuntimeError) as error:
                 yield from _failed([left.pop(0)], error)
                 at_once = 1  # memory ended with a single answer

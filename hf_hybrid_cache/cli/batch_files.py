@@ -11,13 +11,15 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from ..chat.forms import FORMS, Form
+from ..chat.settings import AnswerSettings
 from ..documents import files_in, read_bytes
 from ..models.shapes import ALIASES
 from ..system.durable_files import replaced_when_whole
@@ -27,11 +29,12 @@ Record = dict[str, Any]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Fields of an answer beside those of its question; a question must not have them.
 RESULT_FIELDS = (
-    *("answer", "thinking", "error", "finish_reason", "prompt_tokens", "answer_tokens", "thinking_tokens"),
-    *("drafted_tokens", "accepted_tokens", "seconds", "at_once"),
+    *("answer", "error", "finish_reason", "prompt_tokens", "answer_tokens", "seconds", "at_once"),
     *("document_tokens", "read_tokens", "document_digest", "documents", "left_out", "document_seconds"),
     *("model_digest", "settings"),
 )
+# Fields of a question that are the form of its answer.
+_FORM_FIELDS = ("schema", "choices", "regex")
 # The setting that changes no answer about a document that is read whole.
 _CONTEXT = "context"
 # Weights are too large to be read for a digest: their sizes and times tell of a change.
@@ -50,10 +53,12 @@ class Question:
         line: the number of the line.
         fields: all fields of the line, which the answer repeats. `document` names a file or a folder, or is a list of
             names, absolute or relative to the folder of the questions; `question` is text; `id` may be missing.
+        form: of the answer, see `AnswerSettings.form`.
     """
 
     line: int
     fields: Mapping[str, Any]
+    form: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def documents(self) -> tuple[str, ...]:
@@ -77,9 +82,13 @@ def key_of(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     return fields.get("id"), document if isinstance(document, str) else tuple(document), fields["question"]
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path, form: Mapping[str, Form] = {}) -> list[Question]:
     """
     Read all questions in a file of lines of JSON.
+
+    Args:
+        path: of the file.
+        form: of the answers to lines that have no form of their own.
 
     Raises:
         DocumentError: the file cannot be read.
@@ -90,7 +99,7 @@ def read_questions(path: Path) -> list[Question]:
     wrong: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         try:
-            questions += [_question(number, line)] if line.strip() else []
+            questions += [_question(number, line, path.parent, form)] if line.strip() else []
         except ValueError as error:
             wrong[number] = str(error)
     wrong |= _repeated(questions)
@@ -115,7 +124,7 @@ class Left(NamedTuple):
 
     Attributes:
         questions: without an answer.
-        num_changed: so many of them have an answer of another model, or about other documents.
+        num_changed: so many of them have an answer of another model or form, or about other documents.
         num_others: so many answers are to other questions, and stay.
     """
 
@@ -135,7 +144,7 @@ class Answers:
     Args:
         path: of the file, which need not exist; `None` for standard output, on which no answer is found again.
         questions: that are asked.
-        settings: of each new answer.
+        settings: of each new answer, beside the form that its question asks for.
         folder: names of documents are relative to it.
         remark: receives where answers are kept that were given anew.
         again: ask again what was answered with other settings, which is refused otherwise.
@@ -188,14 +197,20 @@ class Answers:
     def left(self, model: str) -> Left:
         """Find the questions that have no answer of the model as it is now about the documents as they are."""
         self._model_digest = model_digest(model)
-        given = {} if self.path is None else {key_of(answer): answer for answer in _read(self.path)}
+        given = self.given()
         changed = {key for key in given.keys() & self._asked.keys() if self._has_changed(given[key])}
         unanswered = [question for key, question in self._asked.items() if key in changed or key not in given]
         return Left(unanswered, len(changed), len(given.keys() - self._asked.keys()))
 
+    def given(self) -> dict[tuple[Any, ...], Record]:
+        """Read the answers in the file, by the keys of their questions."""
+        return {} if self.path is None else {key_of(answer): answer for answer in _read(self.path)}
+
     def add(self, question: Question, fields: Mapping[str, Any]) -> None:
         """Write the answer to a question, with these fields, at the end of the file if there is one."""
-        settings = self._settings if self.path is None else settings_digest(self._settings, _is_cut(fields))
+        settings: Any = self._settings_of(question)
+        if self.path is not None:
+            settings = settings_digest(settings, _is_cut(fields))
         line = json_line({**question.fields, **fields, "model_digest": self._model_digest, "settings": settings})
         if self.path is not None:
             self._append(line)
@@ -220,11 +235,12 @@ class Answers:
         if not others:
             return
         settings: Any = others[0].get("settings", {})
+        wanted = self._settings_of(self._asked[key_of(others[0])])
         if isinstance(settings, str):
             settings = _noted_settings(path).get(settings, {})
-        different = [name for name, value in self._settings.items() if settings.get(name) != value]
+        different = [name for name in (*FORMS, *wanted) if settings.get(name) != wanted.get(name)]
         name = different[0] if settings and different else None
-        what = "other settings" if name is None else f"{name}={settings.get(name)}, not {self._settings[name]}"
+        what = "other settings" if name is None else f"{name}={settings.get(name)}, not {wanted.get(name)}"
         raise UsageError(
             f"{path} has {len(others):,} answers that were given with {what}. Add --again to ask these questions "
             "again, give another --out, or the same options."
@@ -232,17 +248,24 @@ class Answers:
 
     def _differs(self, answer: Record) -> bool:
         """Whether an answer to one of the questions has other settings."""
-        if key_of(answer) not in self._asked:
+        question = self._asked.get(key_of(answer))
+        if question is None:
             return False
         given, most = answer.get("settings", {}), self._settings.get(_CONTEXT)
         digest = given if isinstance(given, str) else settings_digest(given, _is_cut(answer))
         cuts = most is not None and (_is_cut(answer) or most < answer.get("read_tokens", 0))
-        return digest != settings_digest(self._settings, _is_cut(answer) or cuts)
+        return digest != settings_digest(self._settings_of(question), _is_cut(answer) or cuts)
+
+    def _settings_of(self, question: Question) -> dict[str, Any]:
+        """The settings of a new answer to a question."""
+        form = {name: list(form) if isinstance(form, tuple) else form for name, form in question.form.items()}
+        return {**self._settings, **form}
 
     def _note_settings(self, path: Path) -> None:
         """Keep the settings beside the answers, by their digests."""
         noted = _noted_settings(path)
-        named = {settings_digest(self._settings, is_cut): self._settings for is_cut in (False, True)}
+        of_all = map(self._settings_of, self._asked.values())
+        named = {settings_digest(each, is_cut): each for each in of_all for is_cut in (False, True)}
         if noted | named == noted:
             return
         lines = [json_line({"digest": digest, "settings": each}) for digest, each in (noted | named).items()]
@@ -357,7 +380,7 @@ def model_digest(name: str) -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
-def _question(number: int, line: bytes) -> Question:
+def _question(number: int, line: bytes, folder: Path, form: Mapping[str, Form]) -> Question:
     """Parse one line; raises `ValueError`, which says why, if it is not a question."""
     try:
         fields = strict_json(line.decode())
@@ -379,7 +402,10 @@ def _question(number: int, line: bytes) -> Question:
         raise ValueError(f"'id' must be text or an integer, got {reprlib.repr(given)}")
     if taken := [name for name in fields if name in RESULT_FIELDS]:
         raise ValueError(f"answers have a field {', '.join(map(repr, taken))} themselves; give it another name")
-    return Question(number, fields)
+    own = {name: fields[name] for name in _FORM_FIELDS if fields.get(name) is not None}
+    if isinstance(own.get("schema"), str):
+        own["schema"] = folder / own["schema"]
+    return Question(number, fields, AnswerSettings(**own).form if own else form)
 
 
 def _is_text(value: object) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts, think
-from .options import DOCUMENT, AnswerOptions, Cache, DocumentOption, Model, Prompt, Store, option, with_options
+from .options import DOCUMENT, Cache, DocumentOption, FormedAnswerOptions, Model, Prompt, Store, option, with_options
 from .task import say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def chat(
     prompt: Prompt,
     model: Model,
     cache: Cache,
-    answer: AnswerOptions,
+    answer: FormedAnswerOptions,
     store: Store,
     command_line: typer.Context,
     conversation: Annotated[

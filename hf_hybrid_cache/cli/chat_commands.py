@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from rich.console import Console
 
+from ..chat.forms import FORMS
 from ..chat.settings import AnswerSettings, SettingError
 from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
@@ -256,6 +257,9 @@ class ChatCommands:
         except PromptError as error:
             self._remark(f"{error}{_WAYS_OUT if chat.turns else ''}")
             return False
+        except SettingError as error:
+            self._remark(str(error))
+            return False
         except KeyboardInterrupt:
             is_ended = True
         except (MemoryError, RuntimeError) as error:
@@ -375,7 +379,7 @@ class ChatCommands:
             self._remark(str(error))
             return
         shown = vars(self._chat.settings).items()
-        texts = ((name, " or ".join(map(repr, value)) if name == "stop" else value) for name, value in shown)
+        texts = ((name, " or ".join(map(repr, value)) if isinstance(value, tuple) else value) for name, value in shown)
         self._remark(", ".join(f"{name} {text}" for name, text in texts if text not in (None, "")))
 
 
@@ -386,8 +390,8 @@ def _parsed(name: str, value: str) -> Any:
     field = _SETTINGS[name]
     if not value:
         return field.default
-    if name == "stop":
-        return (value,)
+    if name in ("stop", *FORMS):
+        return (value,) if name == "stop" else tuple(value.split()) if name == "choices" else value
     try:
         if name == "thinking":
             return {"yes": True, "no": False}[value]

@@ -17,10 +17,10 @@ from .options import (
     DEFAULT_BITS,
     DOCUMENT,
     NEW_TOKENS,
-    AnswerOptions,
     AsJson,
     Cache,
     DocumentOption,
+    FormedAnswerOptions,
     Model,
     Prompt,
     Quiet,
@@ -44,7 +44,7 @@ def generate(
     store: Store,
     cache: Cache,
     model: Model,
-    answer: AnswerOptions,
+    answer: FormedAnswerOptions,
     asked: Annotated[
         str | None,
         typer.Argument(

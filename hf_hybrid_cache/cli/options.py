@@ -270,6 +270,30 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
+class FormedAnswerOptions(AnswerOptions):
+    """Settings of an answer that may have a form."""
+
+    schema: Annotated[
+        str | None,
+        option(ANSWER, "File with a JSON Schema: the answer is JSON of it. Default: any text.", metavar="FILE"),
+    ] = None
+    choices: Annotated[
+        list[str] | None,
+        option(ANSWER, "The answer is one of these: all words up to the next option. Default: any text."),
+    ] = None
+    regex: Annotated[
+        str | None, option(ANSWER, "The answer has the form of this regular expression. Default: any text.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        choices = [given_text("--choices", text) for text in self.choices or ()]
+        object.__setattr__(self, "choices", choices or None)
+        if self.regex is not None:
+            object.__setattr__(self, "regex", given_text("--regex", self.regex))
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
 class Store:
     """The prefix store; raises `UsageError` for a limit that is no size, or of no store."""
 

@@ -1,6 +1,7 @@
 """The task of a model: what it is asked, how much of the documents it reads, and what its answer cost."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..documents import Documents
-from .console import note, think, write
+from .console import note, strict_json, think, write
 from .options import Prompt
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
             {"name": part.document, "tokens": part.tokens, "read_tokens": part.read_tokens} for part in document.parts
         ],
         "left_out": [] if documents is None else list(documents.skipped),
-        **answer_fields(answer),
+        **answer_fields(answer, "schema" in chat.settings.form),
         "document_tokens": document.tokens,
         "read_tokens": document.read_tokens,
         "stored_tokens": 0 if chat.reuse is None else chat.reuse.num_tokens,
@@ -128,10 +129,14 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer_fields(answer: "Answer") -> dict[str, Any]:
-    """The fields that an answer has in all lines of JSON."""
+def answer_fields(answer: "Answer", is_json: bool) -> dict[str, Any]:
+    """The fields that an answer has in all lines of JSON, in which one that is JSON, and whole, is its value."""
+    value: Any = answer.text
+    if is_json and answer.finish_reason == "stop":
+        with suppress(ValueError, RecursionError):  # not what could not be written again
+            value = strict_json(answer.text)
     return {
-        "answer": answer.text,
+        "answer": value,
         **({"thinking": answer.thinking, "thinking_tokens": answer.thinking_tokens} if answer.thinking_tokens else {}),
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,

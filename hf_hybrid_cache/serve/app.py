@@ -210,7 +210,7 @@ class Server(uvicorn.Server):
                 self._log(f"{_clock()} ignored: {', '.join(ignored)[:_LONGEST_NAME]}")
             if asked.model:
                 self._require_model(asked.model)
-            settings = asked.settings(self._settings)
+            settings = await asyncio.to_thread(asked.settings, self._settings)
             form = Form(self._name, isinstance(asked, ChatRequest))
             pieces = self._pieces(request, asked, settings, place.pop_all())
         if asked.stream:

@@ -15,6 +15,7 @@ from ..chat import (
     Generation,
     Generator,
     PromptError,
+    SettingError,
     TrackedCache,
     cache_maker,
     context_length,
@@ -102,6 +103,8 @@ class Engine:
             yield from self._answered(prompt, settings)
         except PromptError as error:
             raise APIError(400, str(error), "invalid_prompt") from error
+        except SettingError as error:
+            raise APIError(400, str(error), "invalid_value", "response_format") from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -110,6 +113,7 @@ class Engine:
             raise APIError(503, message, "out_of_memory") from error
 
     def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
+        self._generator.forming(settings)  # what is refused is refused before anything is read
         template = self._template.given(settings)
         texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit

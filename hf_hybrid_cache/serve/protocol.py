@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from ..chat import Answer, AnswerSettings, SettingError, Thought
+from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
 
@@ -24,7 +25,6 @@ _NEUTRAL = {
     "echo",
     "logit_bias",
     "logprobs",
-    "response_format",
     "store",
     "suffix",
     "tool_choice",
@@ -89,6 +89,31 @@ class _Message(_Strict):
         return self
 
 
+class _Schema(_Strict):
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+class _Format(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type 'json_schema', and with no other")
+        return self
+
+    @property
+    def of_answer(self) -> dict[str, Any] | None:
+        """The schema that the answer has, strict or not; `None` for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.json_schema
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class _StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -113,6 +138,7 @@ class Request(_Strict):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: tuple[str, ...] = Field(default=(), max_length=4)
     drafts: int | None = None
+    response_format: _Format = _Format(type="text")
     n: Literal[1] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     store: Literal[False] = False
@@ -154,15 +180,18 @@ class Request(_Strict):
         Raises:
             APIError: one is out of its range.
         """
-        given = {name: value for name in vars(default) if (value := getattr(self, name, None)) not in (None, ())}
+        names = vars(default).keys() - {*FORMS}
+        given = {name: value for name in names if (value := getattr(self, name, None)) not in (None, ())}
         if values := given.get("chat_template_kwargs"):
             given["chat_template_kwargs"] = {**(default.chat_template_kwargs or {}), **values}
         if not given.get("temperature", default.temperature):
             given |= dict.fromkeys(("top_p", "top_k", "min_p", "seed"))  # clients send these whether or not they sample
         try:
-            return replace(default, **given)
+            return replace(default, **given, schema=self.response_format.of_answer)
         except SettingError as error:  # whose message begins with the name of the setting
-            raise APIError(400, str(error), "invalid_value", str(error).partition(" ")[0]) from error
+            name = str(error).partition(" ")[0]
+            where = "response_format" if name == "schema" else name
+            raise APIError(400, str(error), "invalid_value", where) from error
 
 
 class ChatRequest(Request):
@@ -171,7 +200,6 @@ class ChatRequest(Request):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Literal[False] = False
-    response_format: dict[Literal["type"], Literal["text"]] = {"type": "text"}
     tools: Annotated[list[Any], Field(max_length=0)] = []
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True

@@ -25,6 +25,8 @@ MISTAKES = {
     ASKED + "--system \udcff": "error: --system '\\udcff' is not UTF-8 text.",
     ASKED + "--store-max 20GiB": "error: --store-max is the limit of a prefix store: name its folder with --store.",
     ASKED + "--store f --store-max many": "error: --store-max: 'many' is not a size in bytes",
+    ASKED + "--schema none.json": "error: --schema none.json cannot be read: No such file",
+    ASKED + "--choices a --regex b": "error: --regex is a form of answers, and choices another one: drop one of them.",
     # Of `generate`.
     "generate": "Ask something, such as ",
     "generate --document a.txt b.txt": "There is no file b.txt. If that is the question: --question b.txt",
@@ -53,6 +55,9 @@ MISTAKES = {
     BATCH + "--shard 3/2": "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'.",
     BATCH + f"--out {os.devnull}": f"--out {os.devnull} is no regular file: name one, or - for standard output.",
     BATCH + "--out nowhere/answers.jsonl": "There is no folder nowhere for --out.",
+    BATCH + "--out - --csv answers.csv": "--csv is a table of what is in the file --out: name one instead of -.",
+    BATCH + "--csv nowhere/answers.csv": "There is no folder nowhere for --csv.",
+    BATCH + "--csv answers.jsonl": "--csv answers.jsonl is no file of its own: name another one.",
     # Of `plan`.
     LLAMA + "--host-memory 32": "--host-memory: 32 is 32 bytes, which is less than 1MiB. Write 32GiB if these are",
     LLAMA + "--context 129K": "has a context of 131,072 tokens, and 132,096 were asked for",

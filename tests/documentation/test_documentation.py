@@ -76,7 +76,7 @@ def hub_with(hub: Path, model: Path, *names: str) -> Path:
 def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
     folder = tmp_path_factory.mktemp("tiny")
-    sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4}
+    sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "eos_token_id": tokenizer.eos_token_id}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     configs = {
         (SMOLLM2,): LlamaConfig(**sizes | {"max_position_embeddings": 2048}),  # commands that fill it are short
@@ -175,10 +175,12 @@ def check_output(example: Example) -> None:
     """
     Compare the output that a page shows under `plan` with the real one; other output has times, or is a message.
 
-    Questions are a file, for commands after them.
+    Questions and a schema are files, for commands after them.
     """
     if example.parsed.startswith('{"document"'):
         Path("questions.jsonl").write_text(example.parsed)
+    if example.parsed.startswith('{"type"'):
+        Path("schema.json").write_text(example.parsed)
     if example.parsed.startswith("meta-llama/"):
         assert without_times(example.namespace["printed"]) == without_times(example.parsed)
 
