@@ -29,7 +29,8 @@ Record = dict[str, Any]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Fields of an answer beside those of its question; a question must not have them.
 RESULT_FIELDS = (
-    *("answer", "error", "finish_reason", "prompt_tokens", "answer_tokens", "seconds", "at_once"),
+    *("answer", "thinking", "error", "finish_reason", "prompt_tokens", "answer_tokens", "thinking_tokens"),
+    *("drafted_tokens", "accepted_tokens", "seconds", "at_once"),
     *("document_tokens", "read_tokens", "document_digest", "documents", "left_out", "document_seconds"),
     *("model_digest", "settings"),
 )

@@ -307,6 +307,7 @@ def test_a_question_for_which_memory_ends_fails_alone(batch: Batch, monkeypatch:
 
 def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     batch.run()
+    assert {*batch.answers()[0]} <= {"document", "question", "id", *RESULT_FIELDS}
     written, beside = batch.out.read_bytes(), batch.out.with_name("answers.settings.jsonl")
     (settings,) = {json.dumps(json.loads(line)["settings"]) for line in beside.read_text().splitlines()}
     (digest,) = {answer["settings"] for answer in batch.answers()}
