@@ -69,11 +69,18 @@ def serving(command: list[str], url: str, environment: dict[str, str]) -> Iterat
             process.terminate()
 
 
-def ask(url: str, messages: list[dict[str, str]], new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+def our_server(folder: str, weights: int) -> list[str]:
+    """The command of our server, at port 8181, with a store in a folder."""
+    ours = [sys.executable, "-m", "hf_hybrid_cache.cli", "serve", "--port", "8181", "--store", folder]
+    return [*ours, "--weights", str(weights), "--bits", str(BITS)]
+
+
+def ask(url: str, messages: list[dict[str, str]], new_tokens: int = NEW_TOKENS, **fields: object) -> dict[str, Any]:
     """Ask a server; return the answer, and the seconds from the request to each of its pieces."""
     with urllib.request.urlopen(f"{url}/models") as reply:
         model = json.load(reply)["data"][0]["id"]
     body = {"model": model, "messages": messages, "max_tokens": new_tokens, "stream": True, "temperature": 0}
+    body |= fields
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     start, times, text = time.perf_counter(), [], ""
@@ -116,8 +123,7 @@ def main() -> None:
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        ours = [sys.executable, "-m", "hf_hybrid_cache.cli", "serve", "--port", "8181", "--store", folder]
-        ours += ["--weights", str(arguments.weights), "--bits", str(BITS)]
+        ours = our_server(folder, arguments.weights)
         file = small
         if arguments.large:
             model_folder = stack.enter_context(tempfile.TemporaryDirectory())
