@@ -165,16 +165,16 @@ class FusedDecode:
         with contextlib.suppress(IndexError):
             plan = recognised.plans.pop()
         plan = plan or recognised.step.plan(decoder)
-        why_other = plan.take(cache, batch, length)
-        if not why_other and plan.length < length:
+        why_other = plan.take([cache], [(batch, length)])
+        if not why_other and (first := plan.sizes[0][1]) < length:
             recognised.plans[:] = [plan]
             if not isinstance(given.get("attention_mask"), (torch.Tensor, type(None))):
                 return "a mask is not of sequences, queries and tokens"
-            return self._run_in_two(given, plan.length, length)
+            return self._run_in_two(given, first, length)
         if not why_other:
             names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
             try:
-                out = plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
+                [out] = plan.run([(cache, {name: given[name] for name in names if given.get(name) is not None})])
                 self.fused_steps += 1
             except UnfitStepError as error:
                 why_other = str(error)

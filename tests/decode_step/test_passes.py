@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from decode_step.twins import CACHES, FIRST_STEP, MAY_END_FUSING, made, made_at_random
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
 
@@ -61,11 +61,15 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bi
     assert fused.repeats_rows
 
     @settings(max_examples=8)
-    @given(passes(), st.sampled_from(sorted(CACHES)), st.integers(0, 15))
-    def check(shape: tuple[list[int], int], name: str, rejected: int) -> None:
+    @given(passes(), st.sampled_from(sorted(CACHES)), st.integers(0, 15), st.integers(1, 3))
+    def check(shape: tuple[list[int], int], name: str, rejected: int, continuations: int) -> None:
         lengths, length = shape
-        batch, longest, cache = len(lengths), max(lengths), CACHES[name](model.config)
-        pass_of(model, cache, random_prompt(batch, longest), padded(lengths))
+        longest, cache = max(lengths), CACHES[name](model.config)
+        pass_of(model, cache, random_prompt(len(lengths), longest), padded(lengths))
+        cache.batch_repeat_interleave(continuations)
+        lengths = [each for each in lengths for _ in range(continuations)]
+        batch = len(lengths)
+        length = min(length, 16 // batch)
         alone = [copy.deepcopy(cache) for _ in lengths]
         rejected = min(rejected, 16 // batch, 63 - longest % 64)
         if rejected:
@@ -82,6 +86,34 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bi
         assert {*(fused.other_passes - before)} <= {MAY_END_FUSING}, fused
 
     check()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_continuations_of_a_prompt_give_what_the_own_forward_gives(bits: int | None, groups: int):
+    own, ours = models_with("sdpa")
+    fused, lengths = vars(ours.model)["forward"], [330, 250][:groups] * 3
+    cache = HybridCache(own.config, codec=None if bits is None else minmax(bits, rotate=True))
+    pass_of(own, cache, random_prompt(groups, 330), padded(lengths[:groups]))
+    cache.batch_repeat_interleave(3)
+    lengths, caches, before = (
+        sorted(lengths, reverse=True),
+        (cache, copy.deepcopy(cache)),
+        copy.copy(fused.other_passes),
+    )
+    length = 2 if bits is None else 1  # the first token of a pass over the end of a block sees no codes of it
+    for more in range(length, 80, length):
+        tokens = random_prompt(3 * groups, length, seed=more)
+        result, expected = (
+            pass_of(model, each, tokens, padded(lengths, more)) for model, each in zip((ours, own), caches, strict=True)
+        )
+        apart = (result - expected).norm() / expected.norm()
+        assert apart <= (1e-5 if bits is None else 0.02), (more, apart)
+        if more == 40:
+            for each in caches:
+                each.reorder_cache(torch.arange(3 * groups).flip(0))
+            lengths.reverse()
+    assert fused.other_passes == before
 
 
 @settings(max_examples=12)
