@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..cache import HybridCache
 from ..cache_argument import CACHE_ARGUMENT, arguments_kept_back, loop_of, passed_cache, require_use_cache
 from ..decode_step import fuse_where_known, is_fused
+from ..drafts import PromptLookup
 from ..scalars import checked_bool
 from ..weights import Width, use_chosen_experts_if_any
 from .moving import HOST, HostCopies, MovableWeights, PhaseSwitch, copy_to_host, digest_of_weights, on_device
@@ -71,6 +72,7 @@ class DecodeOnCPU:
     _: KW_ONLY
     keep_weights: bool = False
     weights: int | None = None
+    drafts: PromptLookup | None = None
     # By model: what its weights were, and their copies.
     _kept: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, HostCopies]] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
@@ -122,6 +124,8 @@ class DecodeOnCPU:
         }
 
         dtype = None if self.dtype == model.dtype else self.dtype
+        if self.drafts is not None:
+            loop = partial(self.drafts.run, loop)
         run = partial(loop, model, **inputs)
         if model.device.type != "cpu" or dtype is not None or self.weights is not None:
             _require_movable(model)

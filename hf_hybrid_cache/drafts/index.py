@@ -12,6 +12,7 @@ _LEAST, _MOST = 3, 5
 LONGEST = 16
 # Of keys of n-grams, which are polynomials of their tokens modulo 2**64.
 _FACTOR, _ALL_BITS = 0x9E3779B97F4A7C15, 2**64 - 1
+_POWERS = [_FACTOR**exponent & _ALL_BITS for exponent in range(_MOST)]
 
 
 class Match(NamedTuple):
@@ -52,42 +53,44 @@ class Index:
             if size >= _LEAST:
                 order = np.argsort(keys[:-1], kind="stable")  # nothing follows the last one yet
                 self._sorted[size] = keys[order], order + size
+        self._last_keys = self._keys_at_end()
 
     def add(self, token: int) -> None:
         """Add a token to the text."""
-        for size in range(_LEAST, _MOST + 1):
-            if len(self.token_ids) >= size:
-                self._added[self._last_key(size)] = len(self.token_ids)
+        for key in self._last_keys:
+            self._added[key] = len(self.token_ids)
         self.token_ids.append(token)
+        self._last_keys = self._keys_at_end()
 
     def newest_match(self) -> Match | None:
         """Return where the last 5 tokens stood before, or else the last 4, or 3: the newest of these places."""
-        text = self.token_ids
-        for size in range(_MOST, _LEAST - 1, -1):
-            end = self._newest_end(size)
-            if end is not None and text[end - size : end] == text[-size:]:  # of two n-grams keys may be the same
-                before = zip(reversed(text[max(0, end - LONGEST) : end]), reversed(text[-LONGEST:]), strict=False)
-                return Match(end, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], before)))
-        return None
+        text, newest = self.token_ids, None
+        for size, key in enumerate(self._last_keys, _LEAST):  # mostly the first is nowhere, and so no longer one is
+            end = self._added.get(key) or self._newest_sorted(size, key)
+            if end is None or text[end - size : end] != text[-size:]:  # of two n-grams keys may be the same
+                break
+            newest = end
+        if newest is None:
+            return None
+        before = zip(reversed(text[max(0, newest - LONGEST) : newest]), reversed(text[-LONGEST:]), strict=False)
+        return Match(newest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], before)))
 
     def following(self, end: int, number: int) -> list[int]:
         """Return the tokens that follow a place of the text; after its end they repeat, as they would be copied."""
         period = len(self.token_ids) - end
         return [self.token_ids[end + index % period] for index in range(number)]
 
-    def _newest_end(self, size: int) -> int | None:
-        """Return the newest place at which the key of the last tokens ended before; `None` if there is none."""
-        if len(self.token_ids) < size:
-            return None
-        key = self._last_key(size)
-        if (end := self._added.get(key)) is not None:
-            return end
+    def _newest_sorted(self, size: int, key: int) -> int | None:
+        """Return the newest place of the first text at which an n-gram ended; `None` if there is none."""
         keys, ends = self._sorted[size]
-        place = int(np.searchsorted(keys, np.uint64(key), side="right")) - 1
+        place = int(keys.searchsorted(np.uint64(key), side="right")) - 1
         return int(ends[place]) if place >= 0 and int(keys[place]) == key else None
 
-    def _last_key(self, size: int) -> int:
-        key = 0
-        for token in self.token_ids[-size:]:
-            key = (key * _FACTOR + token + 1) & _ALL_BITS
-        return key
+    def _keys_at_end(self) -> list[int]:
+        """Return the keys of the last 3, 4 and 5 tokens, as far as there are so many."""
+        key, keys = 0, []
+        for size, token in enumerate(self.token_ids[: -_MOST - 1 : -1], 1):
+            key = key + (token + 1) * _POWERS[size - 1] & _ALL_BITS
+            if size >= _LEAST:
+                keys.append(key)
+        return keys

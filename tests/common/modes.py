@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ def lookup(max_tokens: int = MOST_TOKENS) -> PromptLookup:
 
 def drafts(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:
     """Draft with our caches, and decode one by one with others, where that does not round far otherwise."""
-    cache = make_cache(model.config)
+    cache, on_cpu = make_cache(model.config), options.pop("custom_generate", None)
     if isinstance(cache, HybridCache) or model.dtype == torch.bfloat16:
-        options = {"custom_generate": lookup()} | options
+        options["custom_generate"] = lookup() if on_cpu is None else replace(on_cpu, drafts=lookup())
     repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
     return generate(model, repetitive, cache, logits_processor=[Copying(8)], **options)
 

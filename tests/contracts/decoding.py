@@ -22,7 +22,7 @@ from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from common.caches import dynamic, stock
-from common.modes import similar_model
+from common.modes import Copying, lookup, similar_model
 from models.tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
 # More would find no more, and most tests generate several times.
@@ -203,6 +203,14 @@ class DecodesOnCpu:
             self.require_as_plain(random_prompt(1, 30), assistant_model=assistant)
         assert len(drafts.notes) > 1
         assert set(drafts.notes) == {"cpu"}
+
+    def test_drafts_when_from_the_prompt_then_tokens_are_the_same(self):
+        model, ids, drafts = self.make_model(), random_prompt(1, 8).repeat(1, 5), lookup()
+        options = {"logits_processor": [Copying(8)], "max_new_tokens": 24}
+        tokens = decode(model, ids, custom_generate=self.decoder(drafts=drafts), **options)
+        assert torch.equal(tokens.cpu(), plain(model, ids, **options))
+        assert drafts.accepted_tokens
+        assert not drafts.without
 
     def test_drafts_when_of_the_first_layers_then_tokens_are_the_same(self):
         self.require_as_plain(random_prompt(1, 20), assistant_early_exit=2)

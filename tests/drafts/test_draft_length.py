@@ -1,61 +1,66 @@
 """Drafts gain where a text repeats itself, and lose next to nothing where it does not, whatever a pass costs."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_hybrid_cache.drafts import DraftLength, Index
 
-Cost = Callable[[int], float]
-# Steps that a pass of so many rows takes.
-COSTS: dict[str, Cost] = {
-    "a call": lambda rows: 1 + 0.2 * (rows - 1),
-    "a call, long context": lambda rows: 1 + 0.05 * (rows - 1),
-    "outside of the call": lambda rows: 1 if rows == 1 else 4 + 0.4 * rows,
-    "as many steps": lambda rows: rows,
-}
+from common.soak import search_at_random
+
 LENGTH = 500
 _random = random.Random(0)
 DOCUMENT = [_random.randrange(40_000) for _ in range(3000)]
 ANSWERS = {
-    "other words": [_random.randrange(40_000) for _ in range(LENGTH)],
-    "few words": [_random.randrange(7) for _ in range(LENGTH)],
     "a copy": DOCUMENT[1000 : 1000 + LENGTH],
     "pieces": [DOCUMENT[at + index] for at in _random.sample(range(2900), LENGTH // 10) for index in range(10)],
 }
+# Steps with a match, of that length; how many tokens of a draft are chosen, and whether the token after a match comes.
+PHASE = st.tuples(st.integers(1, 150), st.integers(3, 16), st.integers(0, 15), st.booleans())
 
 
-def steps_taken(answer: list[int], cost: Cost) -> float:
-    """Decode an answer that is given, with drafts; return what it took, in steps."""
-    index, rule, took, position = Index(DOCUMENT), DraftLength(), 0.0, 0
-    while position < len(answer):
-        match = index.newest_match()
-        number = 0 if match is None else rule.tokens(match.length, min(15, len(answer) - position - 1))
-        draft = [] if match is None else index.following(match.end, number)
-        accepted = next((n for n in range(number) if draft[n] != answer[position + n]), number)
-        for token in answer[position : position + 1 + accepted]:
-            if (match := index.newest_match()) is not None:
-                rule.note_prediction(match.length, index.following(match.end, 1) == [token])
-            index.add(token)
-        if number:
-            rule.note_draft(number, accepted, 0.01 * cost(1 + number))
-        else:
-            rule.note_step(0.01 * cost(1))
-        took, position = took + cost(1 + number), position + 1 + accepted
-    return took
-
-
-@pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_answer_takes_a_hundredth_and_a_draft_more_at_most(answer: str, cost: str):
-    first_draft = COSTS[cost](6) - 1  # of which nothing was measured before
-    assert steps_taken(ANSWERS[answer], COSTS[cost]) <= LENGTH * 1.01 + 1 + first_draft
+@search_at_random(60)
+@given(row=st.floats(0.01, 2), more=st.floats(0, 4), phases=st.lists(PHASE, min_size=1, max_size=5))
+def test_rejected_drafts_take_a_hundredth_of_the_time_and_what_a_pass_takes_unforeseen(
+    row: float, more: float, phases: Sequence[tuple[int, int, int, bool]]
+):
+    """A pass of `n` drafted tokens takes `1 + more + n * row` steps, which nobody knows before the first one."""
+    rule, took, tokens = DraftLength(), 0.0, 0
+    for steps, length, chosen, is_next in phases:
+        for _ in range(steps):
+            rule.note_prediction(length, is_next)
+            number = rule.tokens(length, 15)
+            accepted = min(number, chosen)
+            took_now = 1 + number * row + more if number else 1.0
+            if number:
+                rule.note_draft(number, accepted, 0.01 * took_now)
+            else:
+                rule.note_step(0.01)
+            took, tokens = took + took_now, tokens + 1 + accepted
+            assert took <= 1.01 * tokens + 0.25 + 6 * (row + more)
 
 
 @pytest.mark.parametrize(("answer", "times"), [("a copy", 3), ("pieces", 1.2)])
 def test_answer_that_repeats_the_document_takes_fewer_steps(answer: str, times: float):
-    assert steps_taken(ANSWERS[answer], COSTS["a call"]) <= LENGTH / times
+    index, rule, text, took, position = Index(DOCUMENT), DraftLength(), ANSWERS[answer], 0.0, 0
+    while position < LENGTH:
+        match = index.newest_match()
+        number = 0 if match is None else rule.tokens(match.length, min(15, LENGTH - position - 1))
+        draft = [] if match is None else index.following(match.end, number)
+        accepted = next((n for n in range(number) if draft[n] != text[position + n]), number)
+        for token in text[position : position + 1 + accepted]:
+            if (match := index.newest_match()) is not None:
+                rule.note_prediction(match.length, index.following(match.end, 1) == [token])
+            index.add(token)
+        if number:
+            rule.note_draft(number, accepted, 0.01 * (1 + 0.2 * number))
+        else:
+            rule.note_step(0.01)
+        took, position = took + 1 + 0.2 * number, position + 1 + accepted
+    assert took <= LENGTH / times
 
 
 def test_drafts_become_longer_where_they_are_accepted_and_end_elsewhere():

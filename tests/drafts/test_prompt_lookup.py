@@ -1,7 +1,9 @@
 """Generation with drafts gives what decoding one by one gives, and leaves the cache as that does."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,6 +36,28 @@ class Counting(LogitsProcessor):
         self.lengths.append(input_ids.shape[1])
         scores[:, len(self.lengths) % scores.shape[1]] += 3
         return scores
+
+
+class Given(LogitsProcessor):
+    """Lets each token of a text be the next one, after a prompt of so many tokens."""
+
+    def __init__(self, text: list[int], start: int):
+        self._text, self._start = text, start
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, self._text[input_ids.shape[1] - self._start]] = torch.inf
+        return scores
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    """Collect the calls of functions in a block, those of C, too."""
+    calls = list[str]()
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 class AtLength(StoppingCriteria):
@@ -179,6 +203,26 @@ def test_drafts_are_as_many_as_asked_for_at_most():
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama", seed=1)}):
         with pytest.raises(ValueError, match="drafts tokens, and so would"):
             answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts, **options)
+
+
+def test_a_step_without_a_match_calls_little_beside_the_plain_step():
+    """Calls of functions, of Python and of C, for each of a hundred tokens that have no match."""
+    text = random_prompt(1, 400)
+    counts = {}
+    for name, most in (("drafts", 15), ("plain", 0)):
+        for tokens in (20, 120):
+            given = Given(text[0, 100:].tolist(), 100)
+            with counted_calls() as calls:
+                answer(
+                    DynamicHybridCache(tiny_model("llama").config),
+                    text[:, :100],
+                    PromptLookup(most),
+                    logits_processor=[given],
+                    max_new_tokens=tokens,
+                )
+            counts[name, tokens] = len(calls)
+    drafts, plain = ((counts[name, 120] - counts[name, 20]) / 100 for name in ("drafts", "plain"))
+    assert plain < drafts < plain + 35
 
 
 def test_interrupted_generation_leaves_what_was_chosen_and_goes_on():
