@@ -258,7 +258,7 @@ class Generator:
             streamer=streamer,
             stopping_criteria=[are_ended],
             logits_processor=processors,
-            custom_generate=made.drafts,
+            custom_generate=partial(made.drafts, stand_in=made.stand_in),
             **generate_arguments(self._model.generation_config, settings) | {"max_new_tokens": made.most_tokens},
         )
 
@@ -270,6 +270,7 @@ class Generation:
     Args:
         asked: the questions.
         settings: of their answers.
+        stand_in: see `PromptLookup`.
 
     Attributes:
         asked: the questions.
@@ -285,7 +286,12 @@ class Generation:
         drafts: what drafts the only answer, or nothing.
     """
 
-    def __init__(self, asked: Sequence[Asked], settings: AnswerSettings):
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        settings: AnswerSettings,
+        stand_in: Callable[[PreTrainedModel], Any] | None = None,
+    ):
         room = min(each.room for each in asked)
         self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
         self.thought, self.most_thinking_tokens = asked[0].thought, 0
@@ -299,7 +305,7 @@ class Generation:
         self.start = self.last = time.perf_counter()
         self.first: float | None = None
         self.is_whole = False
-        self.drafts = PromptLookup(0)
+        self.drafts, self.stand_in = PromptLookup(0), stand_in
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next token of each answer."""

@@ -44,12 +44,13 @@ class TrackedCache:
 
     Attributes:
         cache: holds the first tokens of a conversation.
+        progress: of what is read next.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: Cache | Callable[[], Cache], progress: bool | Callable[[int], None]
     ):
-        self._model, self._progress = model, progress
+        self._model, self.progress = model, progress
         self._make = None if isinstance(cache, Cache) else cache
         self.cache = cache if isinstance(cache, Cache) else cache()
         # The cache holds the first of them, however their pass ended.
@@ -78,7 +79,7 @@ class TrackedCache:
         self._passed, cache = token_ids, self.cache
         assert isinstance(cache, HybridCache)
         with self._whole_afterwards():
-            return store.prefill(self._model, token_ids, cache, progress=self._progress, **options)
+            return store.prefill(self._model, token_ids, cache, progress=self.progress, **options)
 
     def resume(self, store: PrefixStore, stored: StoredPrompt) -> None:
         """Take the states of a conversation from a store."""
@@ -112,7 +113,7 @@ class TrackedCache:
     def _read_rest(self, rows: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Read what the cache lacks of prompts, `[prompts, tokens]`."""
         if rows.shape[1] > self.num_tokens:
-            prefill(self._model, rows, self.cache, attention_mask=mask, progress=self._progress)
+            prefill(self._model, rows, self.cache, attention_mask=mask, progress=self.progress)
 
     def keep_checkpoint(self) -> None:
         """Let the cache go back to what it holds now: the document, or what comes before a question."""

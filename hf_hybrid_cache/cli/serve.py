@@ -17,6 +17,8 @@ from .console import UsageError, consoles, exit_codes, note, write
 from .options import AnswerOptions, Cache, Model, Quiet, Store, option, parsed, with_options
 
 SERVER = "Server"
+# Requests at once: rows of a pass.
+MOST_PARALLEL = 8
 # Of what is free on its disk, the share of a store that goes with the server.
 _SHARE = 4
 
@@ -52,19 +54,23 @@ def serve(
         str | None,
         option(
             SERVER,
-            "Size of the conversations that stay in memory, such as 8GiB; those used longest ago go first. Default: "
-            "a quarter of what is free.",
+            "Size of the conversations in memory, such as 8GiB; those used longest ago go first. Default: a quarter of "
+            "what is free.",
         ),
     ] = None,
-    waiting: Annotated[int, option(SERVER, "Requests that may wait for their turn; more are refused.", min=0)] = 16,
+    parallel: Annotated[
+        int, option(SERVER, "Requests that are answered at once, in turns.", min=1, max=MOST_PARALLEL)
+    ] = 4,
+    waiting: Annotated[
+        int, option(SERVER, "Requests that may wait until one of those ends; more are refused.", min=0)
+    ] = 16,
     quiet: Quiet = False,
 ) -> None:
     """
     Answer clients of OpenAI's API: chat completions and completions, whole or streamed.
 
     Documents are read once: what was read before, also by another process with the same --store, is not read again.
-    Answer settings hold where a request does not say otherwise. One request is answered at a time. Each is a line on
-    stderr. Ctrl-C ends.
+    Answer settings hold where a request does not say otherwise. Each request is a line on stderr. Ctrl-C ends.
     """
     out, notes = consoles(quiet)
     with exit_codes(notes), contextlib.ExitStack() as stack:
@@ -107,6 +113,7 @@ def serve(
                 answer.settings(),
                 host=host,
                 api_key=api_key,
+                parallel=parallel,
                 waiting=waiting,
                 origins=origins,
                 is_lenient=lenient,

@@ -75,6 +75,7 @@ class PromptLookup:
         input_ids: torch.Tensor,
         *,
         generation_config: GenerationConfig,
+        stand_in: Callable[[PreTrainedModel], Any] | None = None,
         **prepared: Any,
     ) -> Any:
         """
@@ -87,6 +88,7 @@ class PromptLookup:
             model: that generates.
             input_ids: the prompt, `[1, tokens]`.
             generation_config: of the call.
+            stand_in: returns what is called in the place of the model, after the prompt, and has all else of it.
             **prepared: other arguments of the loop.
 
         Returns:
@@ -99,7 +101,8 @@ class PromptLookup:
                 "out, or custom_generate."
             )
         loop = loop_of(model, generation_config, given.get("streamer"))
-        return self.run(loop, model, input_ids, generation_config=generation_config, **given)
+        called = model if stand_in is None else stand_in(model)
+        return self.run(loop, called, input_ids, generation_config=generation_config, **given)
 
     def run(self, loop: Callable[..., Any], model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         """

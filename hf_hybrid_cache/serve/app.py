@@ -1,4 +1,4 @@
-"""The routes of the server, by Starlette and uvicorn; all computation is on one thread beside their loop."""
+"""The routes of the server, by Starlette and uvicorn; answers are computed on threads beside their loop."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ _Pieces = AsyncGenerator[str | Answered | None, None]
 
 class Server(uvicorn.Server):
     """
-    Answers requests, in their order, until a signal ends them with an error; a second one ends the process at once.
+    Answers requests, some at once, until a signal ends them with an error; a second one ends the process at once.
 
     Args:
         engine: answers.
@@ -67,7 +67,8 @@ class Server(uvicorn.Server):
         settings: of answers, for what a request does not say.
         host: name or address that the server was told to listen at.
         api_key: that clients have to send; `None` for no key.
-        waiting: requests that may wait for their turn.
+        parallel: requests that are answered at once.
+        waiting: requests that may wait until one of these ends.
         origins: of web pages that may ask; "*" for any.
         is_lenient: whether what a request says of fields that are not supported is left out, and logged.
         log: receives a line for each request.
@@ -85,6 +86,7 @@ class Server(uvicorn.Server):
         *,
         host: str,
         api_key: str | None,
+        parallel: int,
         waiting: int,
         origins: Sequence[str],
         is_lenient: bool,
@@ -96,8 +98,8 @@ class Server(uvicorn.Server):
         self._api_key, self._leave = api_key, leave
         self._hosts = {"localhost", host.lower(), socket.gethostname().lower()}
         self._origins, self._is_lenient, self._log = frozenset(origins), is_lenient, log
-        self._worker, self._begun = ThreadPoolExecutor(1, "requests"), int(time.time())
-        self._most_requests, self._requests = 1 + waiting, set[object]()
+        self._workers, self._begun = ThreadPoolExecutor(parallel, "requests"), int(time.time())
+        self._most_requests, self._requests = parallel + waiting, set[object]()
         self.signal: int | None = None
         app = Starlette(
             routes=[
@@ -127,7 +129,7 @@ class Server(uvicorn.Server):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup lets SIGHUP be
                 signal.signal(number, self.handle_exit)
         super().run(sockets)
-        self._worker.shutdown()
+        self._workers.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -266,7 +268,7 @@ class Server(uvicorn.Server):
                 pass
             queue.put_nowait(ClientDisconnect())
 
-        future, watch = loop.run_in_executor(self._worker, compute), asyncio.create_task(until_left())
+        future, watch = loop.run_in_executor(self._workers, compute), asyncio.create_task(until_left())
         future.add_done_callback(lambda _: place.close())
         piece: Any = None
         try:

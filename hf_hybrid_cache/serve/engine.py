@@ -2,6 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from sys import getsizeof
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,9 +28,12 @@ from ..prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError
 from ..storage import available_host_bytes
 from ..token_ids import num_common
 from .protocol import APIError
+from .turns import InTurns, Turns
 
 # Role and text of each message, and perhaps the thought before it.
 Messages = tuple[tuple[str, ...], ...]
+# Of a token in a list.
+_TOKEN_BYTES = getsizeof(2**16) + 8
 # Of the host memory that is free once the model is loaded, for caches.
 _SHARE = 4
 
@@ -39,18 +45,37 @@ class Answered(NamedTuple):
     cached_tokens: int
 
 
+@dataclass(eq=False)
+class _Running:
+    """
+    A request that is answered.
+
+    Attributes:
+        token_ids: of its prompt.
+        text_bytes: of its texts in memory.
+        states: of its tokens.
+        reached: tokens of the prompt that are read into the store so far; all of them where nothing more is.
+    """
+
+    token_ids: list[int]
+    text_bytes: int
+    states: TrackedCache
+    reached: int = 0
+
+
 class Engine:
     """
-    Answers prompts, one at a time, each from what was read before.
+    Answers prompts, each from what was read before, on several threads, in turns.
 
-    A request is tokenized whole. What it begins with is taken from a cache in memory, or from the store.
+    A request is tokenized whole. What it begins with is taken from a cache in memory, or from the store. Where another
+    one reads that to the store already, it waits.
 
     Args:
         model: answers.
         tokenizer: of the model.
         store: finds and keeps what is read.
-        memory_bytes: of the caches that stay in memory, those used longest ago go first; `None` for a quarter of what
-            is free.
+        memory_bytes: of what is in memory of running and earlier conversations, of which those used longest ago go
+            first; `None` for a quarter of what is free.
         remark: receives sentences for who runs the server.
         cache: name of the caches, as `Chat` takes it.
         bits: of their keys and values, likewise.
@@ -73,15 +98,17 @@ class Engine:
         cpu_decode: bool | None = None,
     ):
         self._model, self._store, self._remark = model, store, remark
-        self._template, self._generator = ChatTemplate(tokenizer), Generator(model, tokenizer)
+        self._template, self._turns = ChatTemplate(tokenizer), Turns(model)
+        # Each generates one answer at a time.
+        self._new_generator, self._generators = partial(Generator, model, tokenizer), list[Generator]()
         self._make, self.context = cache_maker(cache, model, bits, cpu_decode), context_length(model)
         self._most_characters = self.context * max(map(len, tokenizer.get_vocab()))
         self._details = {"cache": cache, "bits": bits}
         self._memory_bytes = available_host_bytes() // _SHARE if memory_bytes is None else memory_bytes
         # The one used last is the last.
         self._held = list[TrackedCache]()
+        self._running = list[_Running]()
         self._has_failed_to_keep = False
-        self._require_wanted: Callable[[], None] = lambda: None
 
     def answer(
         self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
@@ -97,50 +124,95 @@ class Engine:
         Raises:
             APIError: the prompt does not fit, or memory has ended.
         """
-        require_wanted()
-        self._require_wanted = require_wanted
-        try:
-            yield from self._answered(prompt, settings)
-        except PromptError as error:
-            raise APIError(400, str(error), "invalid_prompt") from error
-        except SettingError as error:
-            raise APIError(400, str(error), "invalid_value", "response_format") from error
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._held.clear()
-            message = "Memory has ended, so no conversation is in memory now. Ask again, or with a shorter prompt."
-            raise APIError(503, message, "out_of_memory") from error
+        with self._turns.taken(), self._generator() as generator:
+            require_wanted()
+            try:
+                yield from self._answered(prompt, settings, generator, require_wanted)
+            except PromptError as error:
+                raise APIError(400, str(error), "invalid_prompt") from error
+            except SettingError as error:
+                raise APIError(400, str(error), "invalid_value", "response_format") from error
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._held.clear()
+                message = "Memory has ended, so no conversation is in memory now. Ask again, or with a shorter prompt."
+                raise APIError(503, message, "out_of_memory") from error
 
-    def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
-        self._generator.forming(settings)  # what is refused is refused before anything is read
+    @contextlib.contextmanager
+    def _generator(self) -> Iterator[Generator]:
+        """Give a generator that nobody uses."""
+        generator = self._generators.pop() if self._generators else self._new_generator()
+        try:
+            yield generator
+        finally:
+            self._generators.append(generator)
+
+    def _answered(
+        self, prompt: Messages | str, settings: AnswerSettings, generator: Generator, require_wanted: Callable[[], None]
+    ) -> Iterator[str | Answered]:
+        generator.forming(settings)  # what is refused is refused before anything is read
         template = self._template.given(settings)
         texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
         thought = None if isinstance(prompt, str) else template.thought
-        made = Generation([Asked.of("", token_ids, self.context, thought)], settings)
-        # A cache in memory loses what it has beside that of the prompt.
-        begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
-        best = max(range(len(begun)), key=begun.__getitem__, default=None)
-        worth = 0 if best is None else max(0, 2 * begun[best] - self._held[best].num_tokens)
-        states = TrackedCache(self._model, self._make, lambda _: self._require_wanted())
+        made = Generation([Asked.of("", token_ids, self.context, thought)], settings, partial(InTurns, self._turns))
+
+        def after_pass(_: int) -> None:
+            running.reached = running.states.num_tokens
+            if running.reached < len(token_ids) - 1:
+                self._make_room()
+                self._turns.pause()
+            require_wanted()
+
+        *_, worth = self._best_held(token_ids)
+        self._wait_for_others(token_ids, worth, require_wanted)
+        held, begun, worth = self._best_held(token_ids)
+        running = _Running(token_ids, sum(map(getsizeof, texts)), TrackedCache(self._model, self._make, after_pass))
+        self._running.append(running)
         try:
-            cached = self._from_store(states, token_ids, shared, worth)
-            if best is not None and cached < worth:
-                states, cached = self._held.pop(best), begun[best]
-            states.read(token_ids[:-1])
-            states.keep_checkpoint()
-            with contextlib.closing(states.answer(self._generator, made)) as pieces:
+            cached = self._from_store(running.states, token_ids, shared, worth)
+            running.reached = len(token_ids)
+            if cached < worth and held in self._held:  # where the store fails others have had their turns
+                self._held.remove(held)
+                held.progress, running.states, cached = after_pass, held, begun
+            running.states.read(token_ids[:-1])
+            running.states.keep_checkpoint()
+            with contextlib.closing(running.states.answer(generator, made)) as pieces:
                 for piece in pieces:
-                    self._require_wanted()
+                    require_wanted()
                     if piece:
                         yield piece
         finally:
-            self._hold(states)
-        [answer] = self._generator.answers(made)
+            self._running.remove(running)
+            self._hold(running.states)
+        [answer] = generator.answers(made)
         yield Answered(answer, cached)
+
+    def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
+        """Return the cache in memory that has most of a prompt, how many tokens, and how many it gains."""
+        begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
+        best = max(range(len(begun)), key=begun.__getitem__, default=None)
+        if best is None:
+            return None, 0, 0
+        # It loses what it has beside those of the prompt.
+        return self._held[best], begun[best], max(0, 2 * begun[best] - self._held[best].num_tokens)
+
+    def _wait_for_others(self, token_ids: list[int], worth: int, require_wanted: Callable[[], None]) -> None:
+        """Wait while others read more of a prompt into the store than a cache in memory is worth."""
+        while not self._has_failed_to_keep and (
+            others := [
+                (each, common)
+                for each in self._running
+                if (common := num_common(each.token_ids, token_ids[:-1])) > max(worth, each.reached)
+            ]
+        ):
+            self._turns.pause(
+                lambda: all(each not in self._running or each.reached >= common for each, common in others)
+            )
+            require_wanted()
 
     def _from_store(self, states: TrackedCache, token_ids: list[int], shared: int, at_least: int) -> int:
         """Read a prompt with the store if that has so many tokens; return how many it has, 0 where it fails."""
@@ -159,14 +231,21 @@ class Engine:
         return reuse.num_tokens
 
     def _hold(self, states: TrackedCache) -> None:
-        """Let a cache stay in memory, without those used longest ago if all together are too large."""
+        """Let a cache stay in memory."""
+        states.progress = False  # without the request
         if states.num_tokens:
             self._held.append(states)
-        while self._held and sum(map(_num_bytes, self._held)) > self._memory_bytes:
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Let caches go, those used longest ago first, if all that is in memory is too large."""
+        running = sum(each.text_bytes + _num_bytes(each.states) for each in self._running)
+        while self._held and running + sum(map(_num_bytes, self._held)) > self._memory_bytes:
             del self._held[0]
 
 
 def _num_bytes(states: TrackedCache) -> int:
+    """Return the bytes of a cache, and of the tokens that it holds."""
     assert isinstance(states.cache, HybridCache)
     held = states.cache.memory()
-    return held.host_bytes + held.device_bytes
+    return held.host_bytes + held.device_bytes + _TOKEN_BYTES * states.num_tokens

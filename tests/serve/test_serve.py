@@ -143,19 +143,29 @@ def test_another_question_about_a_document_reads_the_question_alone(server: Runn
     assert cached(server.ask([{"role": "system", "content": document}, user("Who signed it, and where?")]))[1] < 100
 
 
-def test_twenty_clients_at_once_get_their_own_answers(server: Running):
-    questions = [[user(f"{DOCUMENT}\n\nQuestion {number}?")] for number in range(5)]
-    expected = [server.ask(question).choices[0].message.content for question in questions]
+def test_twenty_clients_at_once_get_the_answers_that_they_get_one_by_one(server: Running):
+    """Of two documents and none, whole, streamed, sampled, with a text that ends them, drafted, or cut off."""
+    repeating = {"frequency_penalty": -2, "presence_penalty": -2}
+    options = [{}, SAMPLED, SAMPLED | {"seed": 4}, repeating | {"max_tokens": 30}, {"stop": ["e", "1"]}]
+    documents = [DOCUMENT.replace("Ada", name) * size for name, size in (("Eve", 1), ("Max", 3), ("", 0))]
 
-    def ask(number: int) -> bool:
-        question = questions[number % 5]
-        if number % 4 == 3:  # leaves
-            with server.ask(question, stream=True, max_tokens=2000) as stream:
-                return bool(next(iter(stream)).choices)
-        return bool(server.ask(question).choices[0].message.content == expected[number % 5])
+    def ask(number: int, leaves: bool) -> str:
+        prompt = f"{documents[number % 3]}\n\nQuestion {number % 4}?"
+        if leaves:
+            with server.ask([user(prompt)], stream=True, max_tokens=2000) as stream:
+                next(iter(stream))
+            return ""
+        if number % 2:
+            return streamed(server, [user(prompt)], **options[number % 5])[0]
+        choice = server.ask(prompt, **options[number % 5]).choices[0]
+        return f"{choice.text}, {choice.finish_reason}"
 
-    with ThreadPoolExecutor(20) as pool:
-        assert all(pool.map(ask, range(20)))
+    expected = [ask(number, False) for number in range(20)]
+    with ThreadPoolExecutor(25) as pool:
+        leaving = [pool.submit(ask, number, True) for number in range(0, 20, 4)]
+        assert list(pool.map(ask, range(20), [False] * 20)) == expected
+        assert [each.result() for each in leaving] == [""] * 5
+    server.wait_for(0)
 
 
 def test_who_leaves_ends_the_answer_within_a_step(server: Running):
@@ -215,7 +225,7 @@ def test_a_server_says_why_it_refuses_and_why_it_ends_an_answer(
     """Clients beyond the queue are told when to come again; who leaves it makes room; a second signal ends all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))
-        server = Running(model, "--waiting", "1", "--api-key", KEY)
+        server = Running(model, "--parallel", "1", "--waiting", "1", "--api-key", KEY)
     request.addfinalizer(server.process.kill)
     for value in (b"", b"Bearer kex", b"Basic a key", "Bearer \u00e9".encode("latin-1")):
         reply = httpx.get(f"{server.url}/models", headers={"Authorization": value})
