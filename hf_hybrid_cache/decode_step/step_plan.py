@@ -2,8 +2,9 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,17 @@ class UnfitStepError(HybridCacheError, RuntimeError):
     """A step is not one that was recorded; the message says why."""
 
 
-class _Pass(NamedTuple):
-    """What the stages of a pass over one cache are given: values of their inputs, and the mask of each."""
+@dataclass
+class _Pass:
+    """A pass over one cache: what its stages are given, values and the mask of each, and the last one's result."""
 
     cache: HybridCache
     rows: slice
     batch: int
     length: int
-    values: dict[StageValue, Any]
-    masks: list[Any]
+    values: dict[StageValue, Any] = field(default_factory=dict)
+    masks: list[Any] = field(default_factory=list)
+    states: torch.Tensor | None = None
 
 
 class StepPlan:
@@ -69,6 +72,9 @@ class StepPlan:
         self._attends = [step for step in steps if isinstance(step, Attend)]
         self._layers = sorted({step.layer for step in self._attends})
         self._calls_cache = any(isinstance(step, PythonCall) and HybridCache in step.leaves for step in steps)
+        self._gives_masks = any(
+            isinstance(leaf, MaskOf) for step in steps if isinstance(step, PythonCall) for leaf in step.leaves
+        )
         self._why_plain = why_plain
         self._steps: list[WholeSteps] = []
         self._in_kernels: tuple[int, ...] | None = None
@@ -117,8 +123,8 @@ class StepPlan:
 
     def _why_other(self, steps: WholeSteps, batch: int, are_several: bool) -> str:
         """Let the program be one for the kinds of layers of a cache; return why it is not for what they hold."""
-        if are_several and steps.indices != tuple(self._layers):
-            return "layers of transformers' own attend to one cache alone"
+        if are_several and (self._gives_masks or steps.indices != tuple(self._layers)):
+            return "a part of the step that Python calls takes the cache, or the mask, of one pass"
         if steps.indices != self._in_kernels:
             self._build(steps.indices)
         for shape, store in zip(self._shapes, steps.stores, strict=True):
@@ -140,8 +146,11 @@ class StepPlan:
         try:
             for (cache, of_pass), (batch, length) in zip(given, self.sizes, strict=True):
                 rows = slice(first, first := first + batch * length)
-                self._passes.append(_Pass(cache, rows, batch, length, {}, []))
+                self._passes.append(_Pass(cache, rows, batch, length))
                 outs.append(self._stages.run(cache, self._call_stage, **of_pass))
+                # The states of all but the last are not there yet.
+                if len(outs) < len(given) and outs[-1][0] is not self._passes[-1].states:
+                    raise UnfitStepError("the decoder computes after its last layer")
             return outs
         finally:
             self._passes = []
@@ -158,12 +167,17 @@ class StepPlan:
             raise UnfitStepError(self._why_plain)
         own.masks.append(mask)
         others = self._recording.outputs[stage]
-        states = self._run_program() if stage == len(self._recording.outputs) - 1 else args[0]
+        states = args[0]
+        if stage == len(self._recording.outputs) - 1:
+            states = own.states = self._result.new_empty(own.batch, own.length, *self._result.shape[2:])
+            if len(self._passes) == len(self.sizes):
+                self._run_program()
         return states if others is None else (states, *([None] * len(others)))
 
-    def _run_program(self) -> torch.Tensor:
-        steps, [own] = self._steps, self._passes
-        inputs = [(view[own.rows], self._fitting(source, own)) for source, (view, _) in self._inputs.items()]
+    def _run_program(self) -> None:
+        """Run the step with what all passes are given; write the states of each."""
+        steps, sources = self._steps, self._inputs.items()
+        inputs = [(view[each.rows], self._fitting(of, each)) for each in self._passes for of, (view, _) in sources]
         for each, of_steps in zip(self._passes, steps, strict=True):
             of_steps.count_next(each.length)
             self._write_seen(each, of_steps)
@@ -175,17 +189,13 @@ class StepPlan:
         self._program.run([partial(call, self) for call in self._calls])
         for each, of_steps in zip(self._passes, steps, strict=True):
             of_steps.end(each.length, partial(self._queries, each))
+            assert each.states is not None
+            each.states.copy_(self._result[each.rows].view(each.states.shape))
         self._steps = steps
-        return self._result_of(own)
-
-    def _result_of(self, of_pass: _Pass) -> torch.Tensor:
-        """The states that a pass has after the last stage."""
-        result = self._result[of_pass.rows].clone()
-        return result.view(of_pass.batch, of_pass.length, *result.shape[2:])
 
     def _write_seen(self, of_pass: _Pass, steps: WholeSteps) -> None:
         """Write which tokens of its layer each row of a pass sees, as the masks of the stages say."""
-        _, rows, batch, length, _, masks = of_pass
+        batch, length, masks = of_pass.batch, of_pass.length, of_pass.masks
         places = {layer: place for place, layer in enumerate(steps.indices)}
         # Stages, by their mask, the number of tokens, how many first ones it has no columns for, and those of a prefix.
         alike: dict[tuple[int, int, int, int], list[int]] = {}
@@ -200,9 +210,9 @@ class StepPlan:
         for (_, num_tokens, hidden, shared), stages in alike.items():
             ranges = hidden + _ranges_of(masks[stages[0]], shared + num_tokens - hidden)
             ranges = np.broadcast_to(ranges, (batch, length, 2)).reshape(-1, 2)
-            self._program.seen[0, stages, rows] = ranges
+            self._program.seen[0, stages, of_pass.rows] = ranges
             if shared:
-                self._program.seen[1, stages, rows] = ranges - shared
+                self._program.seen[1, stages, of_pass.rows] = ranges - shared
 
     def _fitting(self, source: StageValue, of_pass: _Pass) -> torch.Tensor:
         """Return what a stage is given, for each row of a pass, if it is of the kind that was recorded."""
