@@ -24,6 +24,7 @@ from ..chat import (
 from ..prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError
 from ..storage import available_host_bytes
 from ..token_ids import num_common
+from .logprobs import Piece, Telling
 from .protocol import APIError
 
 # Role and text of each message, and perhaps the thought before it.
@@ -33,9 +34,9 @@ _SHARE = 4
 
 
 class Answered(NamedTuple):
-    """The end of an answer: all that is known of it, and how many tokens of the prompt were not computed for it."""
+    """The end of answers: all that is known of them, and how many tokens of the prompt were not computed for them."""
 
-    answer: Answer
+    answers: list[Answer]
     cached_tokens: int
 
 
@@ -84,15 +85,22 @@ class Engine:
         self._require_wanted: Callable[[], None] = lambda: None
 
     def answer(
-        self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
-    ) -> Iterator[str | Answered]:
+        self,
+        prompt: Messages | str,
+        settings: AnswerSettings,
+        require_wanted: Callable[[], None],
+        answers: int = 1,
+        top_logprobs: int | None = None,
+    ) -> Iterator[Piece | Answered]:
         """
-        Yield the text of an answer in pieces, those of its thought as `Thought`, and then what is known of it.
+        Yield the texts of answers in pieces, and then what is known of them.
 
         Args:
             prompt: a conversation, or a text that is used as it is.
-            settings: of the answer.
-            require_wanted: is called after each step, and pass over a prompt, and raises an error to end the answer.
+            settings: of the answers.
+            require_wanted: is called after each step, and pass over a prompt, and raises an error to end the answers.
+            answers: to the prompt, which are generated together; see `Generation`.
+            top_logprobs: of their tokens, likewise.
 
         Raises:
             APIError: the prompt does not fit, or memory has ended.
@@ -100,11 +108,12 @@ class Engine:
         require_wanted()
         self._require_wanted = require_wanted
         try:
-            yield from self._answered(prompt, settings)
+            yield from self._answered(prompt, settings, answers, top_logprobs)
         except PromptError as error:
             raise APIError(400, str(error), "invalid_prompt") from error
         except SettingError as error:
-            raise APIError(400, str(error), "invalid_value", "response_format") from error
+            where = "logprobs" if str(error).startswith("logprobs") else "response_format"
+            raise APIError(400, str(error), "invalid_value", where) from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -112,7 +121,9 @@ class Engine:
             message = "Memory has ended, so no conversation is in memory now. Ask again, or with a shorter prompt."
             raise APIError(503, message, "out_of_memory") from error
 
-    def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
+    def _answered(
+        self, prompt: Messages | str, settings: AnswerSettings, answers: int, top_logprobs: int | None
+    ) -> Iterator[Piece | Answered]:
         self._generator.forming(settings)  # what is refused is refused before anything is read
         template = self._template.given(settings)
         texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
@@ -120,7 +131,9 @@ class Engine:
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
         thought = None if isinstance(prompt, str) else template.thought
-        made = Generation([Asked.of("", token_ids, self.context, thought)], settings)
+        made = Generation([Asked.of("", token_ids, self.context, thought)], settings, answers, top_logprobs)
+        numbers = range(answers if made.log_probabilities else 0)
+        telling = [Telling(made, number, self._generator) for number in numbers]
         # A cache in memory loses what it has beside that of the prompt.
         begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
         best = max(range(len(begun)), key=begun.__getitem__, default=None)
@@ -133,14 +146,17 @@ class Engine:
             states.read(token_ids[:-1])
             states.keep_checkpoint()
             with contextlib.closing(states.answer(self._generator, made)) as pieces:
-                for piece in pieces:
+                for number, text in pieces:
                     self._require_wanted()
-                    if piece:
-                        yield piece
+                    if text:
+                        yield Piece(number, text, telling[number].until(text) if telling else ())
         finally:
             self._hold(states)
-        [answer] = self._generator.answers(made)
-        yield Answered(answer, cached)
+        end = Answered(self._generator.answers(made), cached)
+        for number, tells in enumerate(telling):
+            if tokens := tells.rest(len(end.answers[number].token_ids)):
+                yield Piece(number, "", tokens)
+        yield end
 
     def _from_store(self, states: TrackedCache, token_ids: list[int], shared: int, at_least: int) -> int:
         """Read a prompt with the store if that has so many tokens; return how many it has, 0 where it fails."""
