@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .chat import Chat as Chat
     from .chat import OpenAnswerError as OpenAnswerError
     from .chat import Turn as Turn
+    from .choosing import TokenChoice as TokenChoice
     from .choosing import not_followed as not_followed
     from .choosing import sampling as sampling
     from .generating import Answer as Answer
@@ -36,7 +37,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     {
         "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
-        "choosing": ("not_followed", "sampling"),
+        "choosing": ("TokenChoice", "not_followed", "sampling"),
         "generating": ("Answer", "FinishReason", "Generation", "Generator"),
         "prompts": (
             *("Asked", "ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError"),

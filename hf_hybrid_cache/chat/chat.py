@@ -504,7 +504,7 @@ class Chat:
         """Yield the text of an answer, and make it the last one, unless it fails: then it has no tokens."""
         has_thought = False
         try:
-            for piece in self._held.answer(self._generator, made):
+            for _, piece in self._held.answer(self._generator, made):
                 is_thought = isinstance(piece, Thought)
                 if piece and (is_thought or has_thought):
                     has_thought = is_thought

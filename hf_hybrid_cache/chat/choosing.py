@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ def generate_arguments(of_model: GenerationConfig, settings: AnswerSettings) -> 
         **dict.fromkeys(_field_names()),
         **{name: getattr(of_model, name) for name in _FOLLOWED},
         "max_new_tokens": settings.max_new_tokens,
-        "repetition_penalty": settings.repetition_penalty,
         "do_sample": False,
         "num_beams": 1,
         "num_return_sequences": 1,
@@ -67,6 +66,37 @@ def sampling(of_model: GenerationConfig) -> dict[str, Any]:
 
 def _field_names() -> list[str]:
     return [name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"]
+
+
+class TokenChoice(NamedTuple):
+    """A token of an answer, its log-probability, and the likeliest tokens there with theirs."""
+
+    token_id: int
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
+class LogProbabilities(LogitsProcessor):
+    """
+    Notes the log-probabilities of the next tokens, which it leaves as they are.
+
+    Args:
+        most: of the likeliest tokens of each answer that are told beside the chosen one.
+    """
+
+    def __init__(self, most: int):
+        self._most, self._noted = most, torch.empty(0)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._noted = scores.log_softmax(dim=-1)
+        return scores
+
+    def of(self, tokens: Sequence[int]) -> list[TokenChoice]:
+        """Return the choices of these tokens, one of each answer."""
+        chosen = self._noted[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+        top = self._noted.topk(min(self._most, self._noted.shape[1]))
+        pairs = [[*zip(*row, strict=True)] for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        return [*map(TokenChoice, tokens, chosen, pairs)]
 
 
 class Penalties(LogitsProcessor):
@@ -170,11 +200,11 @@ class Sampling(LogitsProcessor):
 
     Args:
         settings: of the answers.
-        num_answers: that are generated together.
+        seeds: of the answers that are generated together; `None` for any.
         device: of the logits.
     """
 
-    def __init__(self, settings: AnswerSettings, num_answers: int, device: torch.device):
+    def __init__(self, settings: AnswerSettings, seeds: Sequence[int | None], device: torch.device):
         self._temperature = settings.temperature
         self._warpers: list[LogitsProcessor] = []
         if settings.top_k is not None:
@@ -183,12 +213,12 @@ class Sampling(LogitsProcessor):
             self._warpers.append(TopPLogitsWarper(settings.top_p))
         if settings.min_p is not None:
             self._warpers.append(MinPLogitsWarper(settings.min_p))
-        self._generators = [torch.Generator(device) for _ in range(num_answers)]
-        for generator in self._generators:
-            if settings.seed is None:
+        self._generators = [torch.Generator(device) for _ in seeds]
+        for generator, seed in zip(self._generators, seeds, strict=True):
+            if seed is None:
                 generator.seed()
             else:
-                generator.manual_seed(settings.seed)
+                generator.manual_seed(seed)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         # The largest logit is finite, and becomes 0, which no temperature changes.

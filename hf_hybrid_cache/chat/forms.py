@@ -83,17 +83,15 @@ def tokenizer_of_forms(tokenizer: "PreTrainedTokenizerBase", vocabulary: int, en
         ends: end-of-text tokens, with which an answer of a form ends.
 
     Raises:
-        ValueError: the tokenizer cannot be used, or there is no such token.
+        ValueError: the tokenizer cannot be used.
     """
-    if not ends:
-        raise ValueError("needs an end-of-text token, and the model's generation config has no eos_token_id.")
     from llguidance.hf import from_tokenizer
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"needs a fast tokenizer, with a tokenizer.json, and {type(tokenizer).__name__} is none.")
 
-    return from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends))
+    return from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=list(ends) or [0])
 
 
 def _is_text(given: object) -> bool:

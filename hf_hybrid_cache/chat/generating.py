@@ -3,27 +3,37 @@
 import threading
 import time
 import weakref
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TextStreamer,
+)
 from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
 
 from ..cache import HybridCache, contents_of
 from ..cache_argument import cache_argument
 from ..decode_step import repeats_rows
 from ..drafts import PromptLookup
-from .choosing import Forming, Penalties, Sampling, generate_arguments
+from .choosing import Forming, LogProbabilities, Penalties, Sampling, TokenChoice, generate_arguments
 from .forms import tokenizer_of_forms
 from .prompts import Asked
 from .settings import AnswerSettings, SettingError
 from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
 _Job = tuple[Callable[[], None], "Future[None]"]
@@ -100,18 +110,27 @@ class Generator:
         if not settings.form:
             return []
         [(name, form)] = settings.form.items()
+        if not self._ends:
+            raise SettingError(
+                f"{name} needs an end-of-text token, and the model's generation config has no eos_token_id."
+            )
+        return [Forming(name, form, self.vocabulary(name), thoughts, start)]
+
+    def vocabulary(self, wanted_by: str) -> "LLTokenizer":
+        """Return the bytes of all tokens, as llguidance has them; raises `SettingError` where it cannot."""
         try:
-            vocabulary = self._model.config.get_text_config().vocab_size
-            tokenizer = tokenizer_of_forms(self._tokenizer, vocabulary, self._ends)
+            size = self._model.config.get_text_config().vocab_size
+            return tokenizer_of_forms(self._tokenizer, size, self._ends)
         except ValueError as error:
-            raise SettingError(f"{name} {error}") from error
-        return [Forming(name, form, tokenizer, thoughts, start)]
+            raise SettingError(f"{wanted_by} {error}") from error
 
     def pieces(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: Cache, into: "Generation"
-    ) -> abc.Generator[str, None, None]:
+    ) -> abc.Generator[tuple[int, str], None, None]:
         """
-        Generate, and yield the text of the first answer, in a piece for each step, which may be empty, or a `Thought`.
+        Generate, and yield the texts of the answers to the first question in pieces, each with its answer's number.
+
+        An answer that goes on has a piece for each step, which may be empty, or a `Thought`.
 
         Closing the iterator, or Ctrl-C, ends the answers after the step at hand; the cache is whole then.
 
@@ -121,10 +140,9 @@ class Generator:
             cache: with the first tokens of the prompts.
             into: what is generated.
         """
-        pieces: SimpleQueue[str | None] = SimpleQueue()
+        pieces: SimpleQueue[tuple[int, str] | None] = SimpleQueue()
         stopping = threading.Event()
         streamer = _Streamer(self._tokenizer, pieces, into)
-        texts = iter(pieces.get, None)
 
         def generate() -> None:
             try:
@@ -135,7 +153,7 @@ class Generator:
         future = Future[None]()
         self._jobs.put((generate, future))
         try:
-            yield from _before(into.settings.stop, into.thought.parts(texts) if into.thought else texts)
+            yield from _filtered(into, iter(pieces.get, None))
         finally:
             stopping.set()
             _wait_for(future)
@@ -151,14 +169,12 @@ class Generator:
 
     def answers(self, made: "Generation") -> list[Answer]:
         """Return the answers that were generated, with all that is known of them."""
-        return [self._answer(made, asked, row) for asked, row in zip(made.asked, made.token_ids, strict=True)]
+        rows = zip(made.asked, made.token_ids, made.ends, strict=True)
+        return [self._answer(made, asked, token_ids[:end]) for asked, token_ids, end in rows]
 
     def _answer(self, made: "Generation", asked: Asked, token_ids: list[int]) -> Answer:
-        counted, together = self._counted(made), len(made.asked)
+        counted, together = self.counted(made), len(made.asked)
         reason: FinishReason = "stop"
-        if together > 1:  # without the tokens that follow its end where others are longer
-            starts = (token_ids[:length] for length in range(1, len(token_ids)))
-            token_ids = next((each for each in starts if self._is_whole(made, counted, each)), token_ids)
         if not made.is_whole:
             reason = "interrupted"
         elif not self._is_ended(made, token_ids):
@@ -196,11 +212,6 @@ class Generator:
         stop = made.settings.stop
         return bool(stop) and _end_of(self._parts(made, token_ids)[1], stop) is not None
 
-    def _is_whole(self, made: "Generation", counted: ThoughtTokens, token_ids: list[int]) -> bool:
-        """Return whether an answer has ended, or is as long as it may be after its thought."""
-        counted.read(token_ids)
-        return counted.num_answer >= made.settings.max_new_tokens or self._is_ended(made, token_ids)
-
     def _parts(self, made: "Generation", token_ids: list[int]) -> tuple[str, str]:
         """Return the thought of an answer, and all text after it."""
         text = self._decoded(made, token_ids)
@@ -214,7 +225,8 @@ class Generator:
             return str(self._tokenizer.decode([*token_ids], skip_special_tokens=True))
         return str(self._tokenizer.decode([each for each in token_ids if each not in made.thought.hidden_ids]))
 
-    def _counted(self, made: "Generation") -> ThoughtTokens:
+    def counted(self, made: "Generation") -> ThoughtTokens:
+        """Return what counts the tokens of an answer's thought."""
         return ThoughtTokens(made.thought, made.most_thinking_tokens, partial(self._decoded, made))
 
     def _generate(
@@ -227,26 +239,33 @@ class Generator:
         stopping: threading.Event,
     ) -> None:
         device, start, settings = self._model.device, input_ids.shape[1], made.settings
-        counted = [self._counted(made) for _ in input_ids]
+        counted = [self.counted(made) for _ in input_ids]
 
         def is_ended(counted: ThoughtTokens, token_ids: list[int]) -> bool:
             counted.read(token_ids)
-            return counted.num_answer >= settings.max_new_tokens or self._has_stop(made, token_ids)
+            return counted.num_answer >= settings.max_new_tokens or self._is_ended(made, token_ids)
 
         def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
-            ended = [stopping.is_set()] * len(token_ids)
-            if settings.stop or made.thought:
-                rows = zip(counted, token_ids[:, start:].tolist(), strict=True)
-                ended = [stopping.is_set() or is_ended(each, row) for each, row in rows]
+            if made.log_probabilities:
+                made.choose(token_ids[:, -1].tolist())
+            if settings.stop or made.thought or len(token_ids) > 1:
+                for row, answer in enumerate(token_ids[:, start:].tolist()):
+                    if made.ends[row] is None and is_ended(counted[row], answer):
+                        made.ends[row] = len(answer)
+            ended = [stopping.is_set() or end is not None for end in made.ends]
             return torch.tensor(ended, device=token_ids.device)
 
         processors: list[LogitsProcessor] = []
+        if made.log_probabilities:  # of what the model says, before all that follows
+            processors.append(made.log_probabilities)
+        if settings.repetition_penalty is not None:
+            processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
         if settings.presence_penalty or settings.frequency_penalty:
             processors.append(Penalties(settings, start))
         processors += self.forming(settings, counted, start)
         if settings.temperature:
-            processors.append(Sampling(settings, len(input_ids), device))
+            processors.append(Sampling(settings, made.seeds, device))
         if made.thought:
             processors.append(ThoughtLimit(counted, start))
         if len(input_ids) == 1 and settings.drafts and _repeats_rows(self._model, cache):
@@ -270,15 +289,23 @@ class Generation:
     Args:
         asked: the questions.
         settings: of their answers.
+        answers: to each question; the seed of each is one more than that of the one before.
+        top_logprobs: tokens whose log-probabilities are noted at each place beside the chosen one's; `None` for none,
+            and not that one's.
         stand_in: see `PromptLookup`.
 
     Attributes:
-        asked: the questions.
+        asked: the question of each answer.
         settings: of their answers, which are no longer than the context has room for.
         thought: form of their thoughts; `None` for none.
         most_thinking_tokens: of a thought, so that the context has room for the answer after it.
         most_tokens: of a thought and an answer.
-        token_ids: of each answer.
+        seeds: of each answer; `None` for any.
+        num_told: answers to the first question, whose texts are told.
+        token_ids: of each answer, and tokens after its end where others are longer.
+        ends: of each answer, its number of tokens; `None` before its end, and where that is the end of all.
+        log_probabilities: notes those of the next tokens, or nothing.
+        choices: of each answer, its tokens with their log-probabilities, if these are noted.
         start: when they were asked, as `time.perf_counter`.
         first: when the first tokens came; `None` before.
         last: when the last ones came.
@@ -290,10 +317,16 @@ class Generation:
         self,
         asked: Sequence[Asked],
         settings: AnswerSettings,
+        answers: int = 1,
+        top_logprobs: int | None = None,
         stand_in: Callable[[PreTrainedModel], Any] | None = None,
     ):
         room = min(each.room for each in asked)
-        self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
+        self.asked, self.num_told = [each for each in asked for _ in range(answers)], answers
+        self.seeds = [
+            None if settings.seed is None else (settings.seed + i) % 2**64 for _ in asked for i in range(answers)
+        ]
+        self.settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
         self.thought, self.most_thinking_tokens = asked[0].thought, 0
         self.most_tokens = self.settings.max_new_tokens
         if self.thought:
@@ -301,7 +334,10 @@ class Generation:
             most = 0 if settings.thinking is False else settings.max_thinking_tokens
             self.most_thinking_tokens = max(0, min(most, room - self.most_tokens - marks))
             self.most_tokens = min(room, self.most_tokens + self.most_thinking_tokens + marks)
-        self.token_ids: list[list[int]] = [[] for _ in asked]
+        self.token_ids: list[list[int]] = [[] for _ in self.asked]
+        self.ends: list[int | None] = [None for _ in self.asked]
+        self.log_probabilities = None if top_logprobs is None else LogProbabilities(top_logprobs)
+        self.choices: list[list[TokenChoice]] = [[] for _ in self.asked]
         self.start = self.last = time.perf_counter()
         self.first: float | None = None
         self.is_whole = False
@@ -314,25 +350,72 @@ class Generation:
         for row, token in zip(self.token_ids, tokens, strict=True):
             row.append(token)
 
+    def choose(self, tokens: Sequence[int]) -> None:
+        """Note the log-probabilities of the next token of each answer, before it is taken."""
+        assert self.log_probabilities is not None
+        for choices, choice, end in zip(self.choices, self.log_probabilities.of(tokens), self.ends, strict=True):
+            if end is None:
+                choices.append(choice)
 
-class _Streamer(TextStreamer):
-    """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the first answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", made: Generation):
-        super().__init__(tokenizer, skip_special_tokens=made.thought is None)
-        self._made, self._pieces, self._is_prompt = made, pieces, True
-        self._hidden = made.thought.hidden_ids if made.thought else ()
+class _Streamer(BaseStreamer):
+    """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the answers."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[tuple[int, str] | None]", made: Generation
+    ):
+        self._made, self._is_prompt = made, True
+        self._words = [_Words(tokenizer, pieces, made, number) for number in range(made.num_told)]
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:
             self._made.add(value.tolist())
-            self._pieces.put("")
-            if int(value[0]) not in self._hidden:
-                super().put(value[:1])
+            for number, words in enumerate(self._words):
+                if (end := self._made.ends[number]) is None or len(self._made.token_ids[number]) <= end:
+                    words.put(value[number : number + 1])
         self._is_prompt = False
 
+    def end(self) -> None:
+        for words in self._words:
+            words.end()
+
+
+class _Words(TextStreamer):
+    """Puts whole words of one answer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        pieces: "SimpleQueue[tuple[int, str] | None]",
+        made: Generation,
+        number: int,
+    ):
+        super().__init__(tokenizer, skip_special_tokens=made.thought is None)
+        self._pieces, self._number = pieces, number
+        self._hidden = made.thought.hidden_ids if made.thought else ()
+
+    def put(self, value: torch.Tensor) -> None:
+        self._pieces.put((self._number, ""))
+        if int(value[0]) not in self._hidden:
+            super().put(value)
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._pieces.put(text)
+        self._pieces.put((self._number, text))
+
+
+def _filtered(made: Generation, pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield pieces of several answers, each up to its end, and without the marks of thoughts."""
+    waiting = [deque[str | None]() for _ in range(made.num_told)]
+    texts = [iter(each.popleft, None) for each in waiting]
+    answers = [made.thought.parts(each) for each in texts] if made.thought else texts
+    filters = [_before(made.settings.stop, each) for each in answers]
+    for number, piece in pieces:
+        waiting[number].append(piece)
+        while waiting[number]:
+            yield number, next(filters[number])
+    for number, rest in enumerate(filters):
+        waiting[number].append(None)
+        yield from ((number, piece) for piece in rest)
 
 
 def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:

@@ -87,9 +87,9 @@ class TrackedCache:
         store.resume(self._model, stored, self.cache)
         self._passed = stored.token_ids.tolist()
 
-    def answer(self, generator: Generator, into: Generation) -> abc.Generator[str, None, None]:
+    def answer(self, generator: Generator, into: Generation) -> abc.Generator[tuple[int, str], None, None]:
         """
-        Yield the text of the first of some answers, see `Generator.pieces`.
+        Yield the texts of answers, see `Generator.pieces`.
 
         After several the cache holds what it held of all their prompts before.
         """
@@ -100,6 +100,8 @@ class TrackedCache:
             with self._whole_afterwards():
                 self.go_back(base)
                 self._passed = prompts[0]
+                if len(prompts) > 1 and self.num_tokens:  # recurrent layers are not expanded by `generate`
+                    self.cache.batch_repeat_interleave(len(prompts))
                 self._read_rest(rows[:, :-1], mask[:, :-1])
                 yield from generator.pieces(rows, mask, self.cache, into)
         finally:

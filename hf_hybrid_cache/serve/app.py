@@ -31,8 +31,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..chat import AnswerSettings, Thought
+from ..chat import AnswerSettings
 from .engine import Answered, Engine
+from .logprobs import Piece
 from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
 
 # Bytes of a body for each token of the context, which are many, and for the rest; and of any body.
@@ -54,7 +55,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 # What comes of a request: text, or `None` where none has come for a while; then the end.
-_Pieces = AsyncGenerator[str | Answered | None, None]
+_Pieces = AsyncGenerator[Piece | Answered | None, None]
 
 
 class Server(uvicorn.Server):
@@ -220,13 +221,13 @@ class Server(uvicorn.Server):
             told = partial(self._as_told, request)
             events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage, told)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        texts: list[str] = []
+        whole: list[Piece] = []
         async for piece in pieces:
             if isinstance(piece, Answered):
                 end = piece
-            elif piece is not None and not isinstance(piece, Thought):
-                texts.append(piece)
-        return JSONResponse(form.whole("".join(texts), *end))
+            elif piece is not None:
+                whole.append(piece)
+        return JSONResponse(form.whole(whole, *end))
 
     def _take(self, place: contextlib.ExitStack) -> None:
         """Take a place among the requests, before anything of one is read, until `place` is closed."""
@@ -244,10 +245,10 @@ class Server(uvicorn.Server):
         place: contextlib.ExitStack,
     ) -> _Pieces:
         """Yield what comes of a request in its turn; closing the generator ends it, and its place, within a step."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[str | Answered | Exception]()
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece | Answered | Exception]()
         is_left, begun = threading.Event(), time.perf_counter()
 
-        def put(piece: str | Answered | Exception) -> None:
+        def put(piece: Piece | Answered | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
@@ -258,7 +259,7 @@ class Server(uvicorn.Server):
 
         def compute() -> None:
             try:
-                for piece in self._engine.answer(asked.prompt, settings, require_wanted):
+                for piece in self._engine.answer(asked.prompt, settings, require_wanted, asked.n, asked.top_logprobs):
                     put(piece)
             except Exception as error:
                 put(error)
@@ -337,28 +338,29 @@ def _clock() -> str:
 
 
 def _cost(end: Answered, seconds: float) -> str:
-    answer = end.answer
-    return (
-        f"{answer.prompt_tokens:,} tokens, {end.cached_tokens:,} of them cached, {len(answer.token_ids):,} generated, "
-        f"{seconds:.2f} s"
-    )
+    before, made = end.answers[0].prompt_tokens, sum(len(each.token_ids) for each in end.answers)
+    return f"{before:,} tokens, {end.cached_tokens:,} of them cached, {made:,} generated, {seconds:.2f} s"
 
 
 async def _events(
     pieces: _Pieces,
-    piece: str | Answered | None,
+    piece: Piece | Answered | None,
     form: Form,
     has_usage: bool,
     told: Callable[[Exception], APIError],
 ) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events, from a first piece on."""
-    is_first = True
+    """Yield answers as server-sent events, from a first piece on."""
+    begun = set[int]()
     try:
         while not isinstance(piece, Answered):
-            yield ": the prompt is read\n\n" if piece is None else _event(form.piece(piece, is_first))
-            is_first = is_first and piece is None
+            if piece is None:
+                yield ": the prompt is read\n\n"
+            else:
+                yield _event(form.piece(piece, piece.number not in begun))
+                begun.add(piece.number)
             piece = await anext(pieces)
-        yield _event(form.piece("", is_first, piece.answer))
+        for number, answer in enumerate(piece.answers):
+            yield _event(form.piece(Piece(number, ""), number not in begun, answer))
         if has_usage:
             yield _event(form.usage(*piece))
         yield "data: [DONE]\n\n"

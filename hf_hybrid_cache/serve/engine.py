@@ -27,6 +27,7 @@ from ..chat import (
 from ..prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError
 from ..storage import available_host_bytes
 from ..token_ids import num_common
+from .logprobs import Piece, Telling
 from .protocol import APIError
 from .turns import InTurns, Turns
 
@@ -39,9 +40,9 @@ _SHARE = 4
 
 
 class Answered(NamedTuple):
-    """The end of an answer: all that is known of it, and how many tokens of the prompt were not computed for it."""
+    """The end of answers: all that is known of them, and how many tokens of the prompt were not computed for them."""
 
-    answer: Answer
+    answers: list[Answer]
     cached_tokens: int
 
 
@@ -111,15 +112,22 @@ class Engine:
         self._has_failed_to_keep = False
 
     def answer(
-        self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
-    ) -> Iterator[str | Answered]:
+        self,
+        prompt: Messages | str,
+        settings: AnswerSettings,
+        require_wanted: Callable[[], None],
+        answers: int = 1,
+        top_logprobs: int | None = None,
+    ) -> Iterator[Piece | Answered]:
         """
-        Yield the text of an answer in pieces, those of its thought as `Thought`, and then what is known of it.
+        Yield the texts of answers in pieces, and then what is known of them.
 
         Args:
             prompt: a conversation, or a text that is used as it is.
-            settings: of the answer.
-            require_wanted: is called after each step, and pass over a prompt, and raises an error to end the answer.
+            settings: of the answers.
+            require_wanted: is called after each step, and pass over a prompt, and raises an error to end the answers.
+            answers: to the prompt, which are generated together; see `Generation`.
+            top_logprobs: of their tokens, likewise.
 
         Raises:
             APIError: the prompt does not fit, or memory has ended.
@@ -127,11 +135,12 @@ class Engine:
         with self._turns.taken(), self._generator() as generator:
             require_wanted()
             try:
-                yield from self._answered(prompt, settings, generator, require_wanted)
+                yield from self._answered(prompt, settings, answers, top_logprobs, generator, require_wanted)
             except PromptError as error:
                 raise APIError(400, str(error), "invalid_prompt") from error
             except SettingError as error:
-                raise APIError(400, str(error), "invalid_value", "response_format") from error
+                where = "logprobs" if str(error).startswith("logprobs") else "response_format"
+                raise APIError(400, str(error), "invalid_value", where) from error
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -149,8 +158,14 @@ class Engine:
             self._generators.append(generator)
 
     def _answered(
-        self, prompt: Messages | str, settings: AnswerSettings, generator: Generator, require_wanted: Callable[[], None]
-    ) -> Iterator[str | Answered]:
+        self,
+        prompt: Messages | str,
+        settings: AnswerSettings,
+        answers: int,
+        top_logprobs: int | None,
+        generator: Generator,
+        require_wanted: Callable[[], None],
+    ) -> Iterator[Piece | Answered]:
         generator.forming(settings)  # what is refused is refused before anything is read
         template = self._template.given(settings)
         texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
@@ -158,7 +173,10 @@ class Engine:
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
         thought = None if isinstance(prompt, str) else template.thought
-        made = Generation([Asked.of("", token_ids, self.context, thought)], settings, partial(InTurns, self._turns))
+        asked, stand_in = Asked.of("", token_ids, self.context, thought), partial(InTurns, self._turns)
+        made = Generation([asked], settings, answers, top_logprobs, stand_in)
+        numbers = range(answers if made.log_probabilities else 0)
+        telling = [Telling(made, number, generator) for number in numbers]
 
         def after_pass(_: int) -> None:
             running.reached = running.states.num_tokens
@@ -181,15 +199,18 @@ class Engine:
             running.states.read(token_ids[:-1])
             running.states.keep_checkpoint()
             with contextlib.closing(running.states.answer(generator, made)) as pieces:
-                for piece in pieces:
+                for number, text in pieces:
                     require_wanted()
-                    if piece:
-                        yield piece
+                    if text:
+                        yield Piece(number, text, telling[number].until(text) if telling else ())
         finally:
             self._running.remove(running)
             self._hold(running.states)
-        [answer] = generator.answers(made)
-        yield Answered(answer, cached)
+        end = Answered(generator.answers(made), cached)
+        for number, tells in enumerate(telling):
+            if tokens := tells.rest(len(end.answers[number].token_ids)):
+                yield Piece(number, "", tokens)
+        yield end
 
     def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
         """Return the cache in memory that has most of a prompt, how many tokens, and how many it gains."""

@@ -15,16 +15,16 @@ from ..chat import Answer, AnswerSettings, SettingError, Thought
 from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
+from .logprobs import Piece, Told, chat_form, text_form
 
 _RETRY_SECONDS = 5
 _MOST_MESSAGES = 2**14
+_MOST_ANSWERS, _MOST_LOGPROBS = 8, 20
 # Fields that are taken with their neutral value alone.
 _NEUTRAL = {
-    "n",
     "best_of",
     "echo",
     "logit_bias",
-    "logprobs",
     "store",
     "suffix",
     "tool_choice",
@@ -139,7 +139,7 @@ class Request(_Strict):
     stop: tuple[str, ...] = Field(default=(), max_length=4)
     drafts: int | None = None
     response_format: _Format = _Format(type="text")
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     store: Literal[False] = False
     # Of the client's own books, of queues and caches: no answer is another one.
@@ -199,13 +199,25 @@ class ChatRequest(Request):
 
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Literal[False] = False
+    logprobs: bool = False
+    given_top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = Field(0, validation_alias="top_logprobs")
     tools: Annotated[list[Any], Field(max_length=0)] = []
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     template_values: dict[str, Any] = Field({}, validation_alias="chat_template_kwargs")
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> Self:
+        if self.given_top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true")
+        return self
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """The likeliest tokens that are told at each token; `None` where not even that is."""
+        return self.given_top_logprobs if self.logprobs else None
 
     @property
     def thinking(self) -> bool | None:
@@ -239,6 +251,7 @@ class TextRequest(Request):
     prompt: str
     echo: Literal[False] = False
     best_of: Literal[1] = 1
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(None, validation_alias="logprobs")
     suffix: Annotated[str, Field(max_length=0)] = ""
 
 
@@ -309,36 +322,46 @@ class Form:
         self._object, id_begin = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
         self._common = {"id": f"{id_begin}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, answer: Answer, cached_tokens: int) -> dict[str, Any]:
-        """Return a whole answer, of whose prompt some tokens were not computed."""
-        thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
-        said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
-        return self._formed(self._object, said, answer) | _usage(answer, cached_tokens)
+    def whole(self, pieces: Sequence[Piece], answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
+        """Return whole answers, of whose prompt some tokens were not computed."""
+        choices = []
+        for number, answer in enumerate(answers):
+            own = [each for each in pieces if each.number == number]
+            text = "".join(each.text for each in own if not isinstance(each.text, Thought))
+            thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
+            said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
+            choices.append(self._choice(number, said, [token for each in own for token in each.tokens], answer))
+        return {**self._common, "object": self._object, "choices": choices} | _usage(answers, cached_tokens)
 
-    def piece(self, text: str, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
+    def piece(self, piece: Piece, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
         """Return a piece of an answer; the last one has the answer that it ends."""
         role = {"role": "assistant"} if is_first else {}
-        name = "reasoning_content" if isinstance(text, Thought) else "content"
-        said = {"delta": role | ({} if answer else {name: text})} if self._is_chat else {"text": text}
-        return self._formed(f"{self._object}{'.chunk' * self._is_chat}", said, answer)
+        name = "reasoning_content" if isinstance(piece.text, Thought) else "content"
+        said = {"delta": role | ({} if answer else {name: piece.text})} if self._is_chat else {"text": piece.text}
+        return self._chunk([self._choice(piece.number, said, piece.tokens, answer)])
 
-    def usage(self, answer: Answer, cached_tokens: int) -> dict[str, Any]:
+    def usage(self, answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
         """Return the piece after the last one, which has the numbers of tokens."""
-        return self.piece("", False) | {"choices": []} | _usage(answer, cached_tokens)
+        return self._chunk([]) | _usage(answers, cached_tokens)
 
-    def _formed(self, kind: str, said: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._common, "object": f"{self._object}{'.chunk' * self._is_chat}", "choices": choices}
+
+    def _choice(
+        self, number: int, said: dict[str, Any], tokens: Sequence[Told], answer: Answer | None
+    ) -> dict[str, Any]:
         reason = answer and ("stop" if answer.finish_reason == "stop" else "length")
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return {**self._common, "object": kind, "choices": [choice]}
+        told = (chat_form if self._is_chat else text_form)(tokens) if tokens else None
+        return {"index": number, **said, "logprobs": told, "finish_reason": reason}
 
 
-def _usage(answer: Answer, cached_tokens: int) -> dict[str, Any]:
-    made, before = len(answer.token_ids), answer.prompt_tokens
-    accepted = answer.accepted_tokens
+def _usage(answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
+    made, before = sum(len(each.token_ids) for each in answers), answers[0].prompt_tokens
+    accepted = answers[0].accepted_tokens  # one of several has no drafts
     completion = {
-        "reasoning_tokens": answer.thinking_tokens,
+        "reasoning_tokens": sum(each.thinking_tokens for each in answers),
         "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": answer.drafted_tokens - accepted,
+        "rejected_prediction_tokens": answers[0].drafted_tokens - accepted,
     }
     details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}, "completion_tokens_details": completion}
     return {"usage": {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made} | details}

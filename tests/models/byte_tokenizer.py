@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from models.tiny_models import COMMON
 
 
-def byte_tokenizer(only_printable: bool = False) -> PreTrainedTokenizerFast:
+def byte_tokenizer(only_printable: bool = False, without: str = "") -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token for each byte, or printable one, and the chat format of the small real model."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*without})
     if only_printable:  # a space and a line's end are the last two
         alphabet = [*map(chr, range(33, 127)), "\u0120", "\u010a"]
     tokens = ["<pad>", "<|im_start|>", "<|im_end|>", *alphabet]
