@@ -44,7 +44,7 @@ class Asked:
     def ask(self, prompt: str, tokens: int = 5, look: Callable[[], object] = lambda: None) -> tuple[str, Answered]:
         *pieces, end = self._engine.answer(prompt, AnswerSettings(max_new_tokens=tokens, drafts=0), look)
         assert isinstance(end, Answered)
-        return "".join(map(str, pieces)), end
+        return "".join(piece.text for piece in pieces if not isinstance(piece, Answered)), end
 
     def until_left(self, prompt: str, others_are_done: threading.Event) -> None:
         """Ask for an answer that goes on until others are done."""
@@ -59,7 +59,7 @@ class Asked:
     def require_same_alone(self, prompt: str, passes: list[list[int]]) -> None:
         """Compare what came after a prompt, of which the last token is a pass of its own, with the answer alone."""
         _, *generated = [token for token_ids in passes if len(token_ids) == 1 for token in token_ids]
-        assert self.ask(prompt, len(generated))[1].answer.token_ids == generated
+        assert self.ask(prompt, len(generated))[1].answers[0].token_ids == generated
 
 
 @pytest.fixture
