@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..attention.queries import Queries, seen_ranges, simplified
+from ..attention.queries import Queries, mask_arrays, seen_ranges, simplified
 from ..attention.torch_attention import attend_to_states
 from ..cache import HybridCache, WholeSteps
 from ..errors import HybridCacheError
-from ..kernels import BFLOAT16, Attend, Call, Memory, Place, Sequences, StepProgram
+from ..kernels import BFLOAT16, Attend, Call, Memory, Place, Seen, Sequences, StepProgram
 from ..scalars import MOST_ROWS
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
@@ -180,7 +180,8 @@ class StepPlan:
         inputs = [(view[each.rows], self._fitting(of, each)) for each in self._passes for of, (view, _) in sources]
         for each, of_steps in zip(self._passes, steps, strict=True):
             of_steps.count_next(each.length)
-            self._write_seen(each, of_steps)
+        both = zip(self._passes, steps, strict=True)
+        self._program.see([seen for each, of_steps in both for seen in self._seen_by(each, of_steps)])
         self._steps = []  # until it is whole
         for of_steps in steps:
             of_steps.begin()
@@ -193,8 +194,8 @@ class StepPlan:
             each.states.copy_(self._result[each.rows].view(each.states.shape))
         self._steps = steps
 
-    def _write_seen(self, of_pass: _Pass, steps: WholeSteps) -> None:
-        """Write which tokens of its layer each row of a pass sees, as the masks of the stages say."""
+    def _seen_by(self, of_pass: _Pass, steps: WholeSteps) -> Iterator[Seen]:
+        """Which tokens of its layer each row of a pass sees, as the masks of the stages say."""
         batch, length, masks = of_pass.batch, of_pass.length, of_pass.masks
         places = {layer: place for place, layer in enumerate(steps.indices)}
         # Stages, by their mask, the number of tokens, how many first ones it has no columns for, and those of a prefix.
@@ -208,11 +209,13 @@ class StepPlan:
                 shared = 0 if prefix is None else prefix.num_tokens
                 alike.setdefault((id(mask), blocks.num_tokens, blocks.hidden, shared), []).append(step.mask)
         for (_, num_tokens, hidden, shared), stages in alike.items():
-            ranges = hidden + _ranges_of(masks[stages[0]], shared + num_tokens - hidden)
-            ranges = np.broadcast_to(ranges, (batch, length, 2)).reshape(-1, 2)
-            self._program.seen[0, stages, of_pass.rows] = ranges
-            if shared:
-                self._program.seen[1, stages, of_pass.rows] = ranges - shared
+            columns = shared + num_tokens - hidden
+            seen, pieces = _seen_of(masks[stages[0]], columns), ((0, shared), (shared, columns))
+            parts = [_ranges_of(seen, start, end, batch, length) for start, end in pieces if start < end]
+            if np.all([ranges[:, 0] == ranges[:, 1] for ranges, _ in parts], axis=0).any():
+                raise UnfitStepError("a mask hides all tokens")
+            for after_prefix, (ranges, visible) in enumerate(parts):
+                yield Seen(stages, of_pass.rows.start, hidden + ranges, visible, bool(after_prefix))
 
     def _fitting(self, source: StageValue, of_pass: _Pass) -> torch.Tensor:
         """Return what a stage is given, for each row of a pass, if it is of the kind that was recorded."""
@@ -362,8 +365,8 @@ class StepPlan:
         return self._passes[0].masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
 
 
-def _ranges_of(mask: torch.Tensor | None, num_tokens: int) -> np.ndarray:
-    """The first token that each query sees and the one after the last, `[batch, queries, 2]`; both may be 1 for all."""
+def _seen_of(mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+    """Which tokens each query sees, boolean `[batch, 1, queries, tokens]`, or 1 for all; `None` for all tokens."""
     if mask is not None:
         is_mask = mask.dtype == torch.bool or mask.is_floating_point()
         if not is_mask or mask.shape[1] != 1 or mask.shape[3] != num_tokens:
@@ -371,14 +374,27 @@ def _ranges_of(mask: torch.Tensor | None, num_tokens: int) -> np.ndarray:
                 f"a mask is {tuple(mask.shape)} of {mask.dtype}, of a layer with {num_tokens:,} tokens"
             )
     seen = mask if mask is None or mask.dtype == torch.bool else simplified(mask)
-    if seen is None:
-        return np.array([[[0, num_tokens]]])
-    if seen.dtype != torch.bool:
+    if seen is not None and seen.dtype != torch.bool:
         raise UnfitStepError("a mask adds numbers to the scores, or hides all tokens")
-    ranges, are_too_wide = seen_ranges(seen)
-    if are_too_wide or (ranges[..., 0] == ranges[..., 1]).any():
-        raise UnfitStepError("a mask hides tokens between others, or all tokens")
-    return ranges[:, 0]
+    return seen
+
+
+def _ranges_of(
+    seen: torch.Tensor | None, start: int, end: int, batch: int, length: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ranges of some columns of a mask for each row, and the columns if they say more, see `Seen`."""
+    ranges, visible = np.array([[[[0, end - start]]]]), None
+    if seen is not None:
+        ranges, are_too_wide = seen_ranges(seen[..., start:end])
+        visible = mask_arrays(seen[..., start:end])[0] if are_too_wide else None
+    of_rows = [
+        None
+        if each is None
+        else np.broadcast_to(each[:, 0], (batch, length, each.shape[3])).reshape(batch * length, -1)
+        for each in (ranges, visible)
+    ]
+    assert of_rows[0] is not None
+    return of_rows[0], of_rows[1]
 
 
 def _hides_nothing(mask: Any) -> bool:

@@ -102,7 +102,6 @@ OTHERS: dict[str, Any] = {
     "hidden states or attentions are asked for": lambda model: setting(model.config, "output_hidden_states", True),
     "use_cache=False is given": {"use_cache": False},
     "cache_position is given": {"cache_position": torch.tensor([40])},
-    "a mask hides tokens between others, or all tokens": {"attention_mask": torch.tensor([[1] * 3 + [0] + [1] * 37])},
     "a mask adds numbers to the scores, or hides all tokens": {"attention_mask": torch.full((1, 1, 1, 41), -0.5)},
     "autocast is on": lambda model: torch.autocast("cpu", torch.bfloat16),
     "a module is in training mode": lambda model: setting(model.model.layers[0], "training", True),

@@ -234,21 +234,26 @@ def models_with(attention: str, made_before: dict[str, Any] = {}) -> Any:  # noq
 
 @settings(max_examples=15)
 @given(st.data())
-def test_a_mask_of_any_ranges_gives_what_the_own_forward_gives(data: st.DataObject):
+def test_any_mask_gives_what_the_own_forward_gives(data: st.DataObject):
     own, ours = models_with("sdpa")
-    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 150))
+    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 300))
+    continuations = data.draw(st.integers(1, 3)) if batch == 1 else 1
     caches = [DynamicCache(config=own.config), DynamicHybridCache(ours.config)]
-    prompt, tokens = random_prompt(batch, held), random_prompt(batch, length, seed=1)
+    prompt, batch = random_prompt(batch, held), batch * continuations
+    tokens = random_prompt(batch, length, seed=1)
     first = torch.tensor(data.draw(st.lists(st.integers(0, held), min_size=batch * length, max_size=batch * length)))
     end = held + 1 + torch.arange(length)
     places = torch.arange(held + length)
     mask = (places >= first.view(batch, 1, length, 1)) & (places < end[:, None])
+    if data.draw(st.booleans()):  # what is seen has holes
+        mask &= (torch.rand(mask.shape, generator=torch.Generator().manual_seed(held)) < 0.7) | (places == held)
     if data.draw(st.booleans()):
         mask = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
     results, before = [], vars(ours.model)["forward"].fused_steps
     with torch.no_grad():
         for model, cache in zip((own, ours), caches, strict=True):
             model(prompt, **cache_argument(cache))
+            cache.batch_repeat_interleave(continuations)
             results.append(model(tokens, attention_mask=mask, **cache_argument(cache)).logits)
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert vars(ours.model)["forward"].fused_steps > before

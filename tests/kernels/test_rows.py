@@ -30,6 +30,7 @@ from hf_hybrid_cache.kernels import (
     Place,
     ProductOf,
     Products,
+    Seen,
     Sequences,
     StepProgram,
     StoredBlocks,
@@ -414,7 +415,7 @@ class Layer:
         program, given = self.recorded.program(rows)
         blocks = self.blocks(rows)
         program.take([Sequences([blocks], len(rows))])
-        program.seen[0, 0, : len(rows)] = 0, blocks.num_tokens
+        program.see([Seen([0], 0, np.array([[0, blocks.num_tokens]] * len(rows)))])
         program.run()
         return given[self.out.storage]
 

@@ -49,7 +49,9 @@ from .rows import (
 # first cache lines of a part come late.
 _PARTS_OF_THREAD, _LEAST_PART, _LARGEST_PART = 2, 2**15, 2**19
 _MOST_LINES = 3  # dimensions of lines
-_SINKS, _FIRST_ROW = (AttentionCall._fields.index(name) for name in ("sinks", "first_row"))
+_SINKS, _FIRST_ROW, _PREFIX, _LENGTH, _VISIBLE = (
+    AttentionCall._fields.index(name) for name in ("sinks", "first_row", "prefix", "query_length", "visible")
+)
 # The element type of blocks, by the kind of the states that are written to them.
 _ELEMENTS: dict[int, np.dtype] = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
 
@@ -76,6 +78,25 @@ class Sequences(NamedTuple):
     def rows(self) -> int:
         """Number of rows."""
         return self.batch * self.length
+
+
+class Seen(NamedTuple):
+    """
+    What the rows of a cache see of some of its layers.
+
+    Attributes:
+        masks: which attention it is for, see `Attend.mask`.
+        first: the first of the rows.
+        ranges: int64 `[rows, 2]`, the first token that a row sees, and the one after the last.
+        visible: uint8 `[rows, tokens]`, 0 for a token in its range that a row does not see; `None` for none.
+        after_prefix: whether these are tokens after the prefixes of the layers, counted from their ends on.
+    """
+
+    masks: Sequence[int]
+    first: int
+    ranges: np.ndarray
+    visible: np.ndarray | None = None
+    after_prefix: bool = False
 
 
 class _Asked(NamedTuple):
@@ -144,10 +165,6 @@ class StepProgram:
             before.
         given: the storages that the caller holds, by their keys.
 
-    Attributes:
-        seen: int64 `[2, masks, most_rows, 2]`, to be written before each step: the first token that a row sees, and the
-            one after the last; where a layer has a prefix, `seen[1]` counts from its end on.
-
     Raises:
         ValueError: an instruction is not known, or has more than four dimensions that do not lie as one.
     """
@@ -166,7 +183,8 @@ class StepProgram:
         # All rows are multiplied with one weight; the second number is theirs in the step at hand.
         self._pairs, self._starts = np.arange(most_rows), np.zeros(2, np.int64)
         masks = [each.mask for each in operations if isinstance(each, Attend)]
-        self.seen = np.zeros((2, 1 + max(masks, default=0), most_rows, 2), np.int64)
+        # The second half is for tokens after a prefix.
+        self._ranges = np.zeros((2, 1 + max(masks, default=0), most_rows, 2), np.int64)
         # By the place of a call among those of a layer, and shapes; those that differ in the number of queries work in
         # the same memory.
         self._workspaces: dict[tuple[int, Shape], Workspace] = {}
@@ -178,6 +196,7 @@ class StepProgram:
         # By the numbers of sequences and of tokens of each: the calls, and the parts of each run of operations.
         self._taken: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[list[int]]]] = {}
         self._taken_from: list[tuple[int, int, int]] = []
+        self._seen: Sequence[Seen] = ()
         self._codes: list[list[int]] = []  # of the operation on rows that is being written
         self._runs = [_Run()]
         for operation in operations:
@@ -249,7 +268,7 @@ class StepProgram:
             blocks,
             attend.scale,
             cap=attend.cap,
-            seen=self.seen[int(follows_prefix), attend.mask, first : first + batch * length].reshape(
+            seen=self._ranges[int(follows_prefix), attend.mask, first : first + batch * length].reshape(
                 batch, 1, length, 2
             ),
         )
@@ -259,6 +278,23 @@ class StepProgram:
         written[_FIRST_ROW : _FIRST_ROW + 4] = first, is_prefix, prefix, following
         attention.parts[2 * which : 2 * which + 2] = in_codes, parts - in_codes
         attention.parts[2 * self._most_calls + which] = 0 if is_prefix else blocks.heads
+
+    def see(self, seen: Sequence[Seen]) -> None:
+        """Say what all rows see, before each step."""
+        if any(each.visible is not None for each in self._seen):
+            self._calls[: self._most_calls, :, _VISIBLE] = 0
+        self._seen = seen
+        for masks, first, ranges, visible, after_prefix in seen:
+            self._ranges[int(after_prefix), masks, first : first + len(ranges)] = ranges
+            if visible is None:
+                continue
+            of_row = visible.strides[0]
+            for attention in self._attention:
+                for call in attention.calls[: self._most_calls]:
+                    is_it = call[_FIRST_ROW] == first and bool(call[_PREFIX]) == after_prefix
+                    if is_it and attention.attend.mask in masks:
+                        strides = call[_LENGTH] * of_row, 0, of_row
+                        call[_VISIBLE : _VISIBLE + 4] = visible.ctypes.data, *strides
 
     def _workspace(self, attend: Attend, which: int, call: _Asked) -> Workspace:
         """Attention by one of the calls of a layer."""
