@@ -174,6 +174,21 @@ class Forming(LogitsProcessor):
         left: Any = scores.clamp(min=torch.finfo(scores.dtype).min)
         return left.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
 
+    def forced(self, token_ids: Sequence[int]) -> list[int]:
+        """
+        Return the tokens that the form of the first answer lets come next alone, as far as there are such.
+
+        Args:
+            token_ids: of the prompt and the answer so far.
+        """
+        thought, answer = self._thoughts[0], [*token_ids[self._start :]]
+        thought.read(answer)
+        begin = thought.form_begin(answer)
+        if begin is None or thought.opening(answer)[0] or not self._take(0, answer[begin:]):
+            return []
+        forced: list[int] = self._matchers[0][0].compute_ff_tokens()
+        return forced
+
     def _take(self, row: int, token_ids: list[int]) -> bool:
         """Let an answer have these tokens; return whether all are of the form, as those after its end are not."""
         matcher, taken = self._matchers[row]

@@ -105,7 +105,7 @@ class Generator:
 
     def forming(
         self, settings: AnswerSettings, thoughts: Sequence[ThoughtTokens] = (), start: int = 0
-    ) -> list[LogitsProcessor]:
+    ) -> list[Forming]:
         """Return what holds answers to their form, if they have one; raises `SettingError` where nothing can."""
         if not settings.form:
             return []
@@ -263,13 +263,13 @@ class Generator:
             processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
         if settings.presence_penalty or settings.frequency_penalty:
             processors.append(Penalties(settings, start))
-        processors += self.forming(settings, counted, start)
+        processors += (forming := self.forming(settings, counted, start))
         if settings.temperature:
             processors.append(Sampling(settings, made.seeds, device))
         if made.thought:
             processors.append(ThoughtLimit(counted, start))
         if len(input_ids) == 1 and settings.drafts and _repeats_rows(self._model, cache):
-            made.drafts = PromptLookup(settings.drafts)
+            made.drafts = PromptLookup(settings.drafts, forced=forming[0].forced if forming else None)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),

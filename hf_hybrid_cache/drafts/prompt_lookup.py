@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,27 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..cache import kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
 from ..storage import GRANULE
-from .draft_length import MOST_TOKENS, DraftLength
+from .draft_length import MOST_TOKENS, SURE, DraftLength
 from .index import Index, Match
 
 # Inputs of a step that have an entry for each token; with any other tensor a step has one token.
 _OF_TOKENS = {"input_ids", "position_ids", "attention_mask"}
 # Rotary embeddings whose angles depend on the furthest position of a pass.
 _CHANGING = ("dynamic", "longrope")
+# Of the tokens of a text so far, returns those that must come next, as far as it knows.
+Forced = Callable[[Sequence[int]], list[int]]
 
 
 class PromptLookup:
     """
     Drafts the next tokens from the text so far, and checks all of them in one pass: for `custom_generate`.
 
-    Where the last 3 to 5 tokens stood before, in the prompt or in the answer, what followed them there is a draft. The
-    model's own decoding loop runs, and gets the logits of one token after the other: it chooses each token from its own
-    logits, and a draft counts as far as it is chosen. So processors, criteria, limits, streamers and random numbers are
-    those of decoding one by one, and rejected tokens leave nothing in the cache. Logits are the same bits where a row's
-    do not depend on the rows beside it (`FusedDecode.repeats_rows`); elsewhere a pass of several rows rounds otherwise.
+    Where the last 3 to 5 tokens stood before, in the prompt or in the answer, what followed them there is a draft, and
+    so is what must come next, such as the name of a property in JSON of a schema. The model's own decoding loop runs,
+    and gets the logits of one token after the other: it chooses each token from its own logits, and a draft counts as
+    far as it is chosen. So processors, criteria, limits, streamers and random numbers are those of decoding one by one,
+    and rejected tokens leave nothing in the cache. Logits are the same bits where a row's do not depend on the rows
+    beside it (`FusedDecode.repeats_rows`); elsewhere a pass of several rows rounds otherwise.
 
     How many tokens are drafted follows from what was accepted and from the measured time of passes, see `DraftLength`.
     Without a match a step is as it was. There are no drafts for several sequences, beams, several processes, where
@@ -39,6 +42,8 @@ class PromptLookup:
 
     Args:
         max_tokens: of a draft, up to 15; 0 for none.
+        forced: takes the tokens of prompt and answer so far, and returns those that must come next, as far as it knows,
+            for instance by a grammar that a logits processor holds the answer to.
         clock: seconds.
 
     Attributes:
@@ -57,10 +62,16 @@ class PromptLookup:
         161 of 187 drafted tokens were accepted, in 21 passes
     """
 
-    def __init__(self, max_tokens: int = MOST_TOKENS, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        max_tokens: int = MOST_TOKENS,
+        *,
+        forced: Forced | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         if max_tokens not in range(MOST_TOKENS + 1):
             raise ValueError(f"max_tokens must be from 0 to {MOST_TOKENS}, got {max_tokens!r}.")
-        self._max_tokens, self._clock = max_tokens, clock
+        self._max_tokens, self._forced, self._clock = max_tokens, forced, clock
         self.drafted_tokens = self.accepted_tokens = self.passes = 0
         self.without: Counter[str] = Counter()
 
@@ -242,7 +253,10 @@ class _Drafting:
 
     def _draft(self, inputs: Mapping[str, Any]) -> list[int]:
         """Return the tokens to check after the one at hand, or none."""
-        if self._match is None or self._index is None:
+        if self._index is None:
+            return []
+        forced = self._lookup._forced(self._index.token_ids) if self._lookup._forced else []
+        if self._match is None and not forced:
             return []
         if passed_cache(inputs) is not self._cache or not _is_of_one_token(inputs):
             return []
@@ -250,8 +264,11 @@ class _Drafting:
         # Where a block becomes due to be quantized, with the token that completes another, a pass of its own begins.
         until_border = min(self._border - held, GRANULE - (held + 1) % GRANULE)
         room = min(self._most_tokens - len(self._index.token_ids), until_border) - 1  # a pass gives a token itself, too
-        number = self._draft_length.tokens(self._match.length, min(self._lookup._max_tokens, room))
-        return self._index.following(self._match.end, number)
+        most, copied = min(self._lookup._max_tokens, room), list[int]()
+        if self._match is not None:
+            copied = self._index.following(self._match.end, self._draft_length.tokens(self._match.length, most))
+        forced = forced[: self._draft_length.tokens(SURE, min(len(forced), most))]
+        return copied if copied[: len(forced)] == forced else forced
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Any, float]:
         """Run a pass; return what the model gives, and the seconds that it took."""

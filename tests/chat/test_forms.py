@@ -3,6 +3,8 @@
 import copy
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from hypothesis import given
 from pydantic import BaseModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_hybrid_cache import fuse_decode
+from hf_hybrid_cache import DynamicHybridCache, fuse_decode
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.chat import AnswerSettings, SettingError
-from hf_hybrid_cache.chat.choosing import Forming
+from hf_hybrid_cache.chat.choosing import Forming, Sampling
 from hf_hybrid_cache.chat.forms import tokenizer_of_forms
 from hf_hybrid_cache.chat.thinking import ThoughtTokens
 from hf_hybrid_cache.decode_step import repeats_rows
@@ -25,6 +28,7 @@ from hf_hybrid_cache.decode_step import repeats_rows
 from chat import thoughts
 from chat.talks import QUESTIONS, chat_of, model_of, tokenizer_of_tests
 from chat.test_thinking import talk_of, writing
+from common.modes import lookup
 from common.soak import count, search_at_random
 
 SHORT = {"type": "string", "maxLength": 4}
@@ -53,6 +57,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     shared = model_of()
     monkeypatch.setattr(shared, "generation_config", GenerationConfig(eos_token_id=2, pad_token_id=0))
     return shared
+
+
+@contextmanager
+def counting_passes(model: PreTrainedModel, seen: list[int]) -> Iterator[None]:
+    """Add a number for each pass of a model."""
+    hook = model.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def leaves() -> Any:
@@ -222,6 +236,40 @@ def test_tokens_when_taken_back_then_leave_those_of_a_first_call(words: list[str
         for size in range(len(word) + 1):
             assert torch.equal(left(ours, word[:size]), left(forming(), word[:size]))
             count("tokens are those of a first call")
+
+
+@search_at_random(6)
+@given(
+    names=st.lists(st.text("abcdefgh", min_size=8, max_size=12), min_size=2, max_size=4, unique=True),
+    values=st.lists(leaves(), min_size=4, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_what_a_form_leaves_no_choice_about_is_drafted_and_accepted(names: list[str], values: list[Any], seed: int):
+    """The names of properties, and what stands between them, are most of these answers."""
+    model, tokenizer, settings = model_of(), tokenizer_of_tests(), AnswerSettings(temperature=1.0, seed=seed)
+    properties = dict(zip(names, values, strict=False))
+    schema = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    form = AnswerSettings(schema=schema).form["schema"]
+    of_forms, prompt = tokenizer_of_forms(tokenizer, len(tokenizer), (2,)), torch.tensor([[7, 8, 9]])
+    answers, passes = list[Any](), list[int]()
+    for most in (15, 0):
+        forming = Forming("schema", form, of_forms, [ThoughtTokens(None, 0, tokenizer.decode)], 3)
+        seen = list[int]()
+        with counting_passes(model, seen):
+            answers += model.generate(
+                prompt,
+                **cache_argument(DynamicHybridCache(model.config)),
+                custom_generate=lookup(most, forming.forced),
+                logits_processor=[forming, Sampling(settings, 1, model.device)],
+                eos_token_id=2,
+                pad_token_id=0,
+                max_new_tokens=LONG,
+            )
+        passes.append(len(seen))
+    assert torch.equal(*answers)
+    jsonschema.validate(json.loads(tokenizer.decode(answers[0][3:], skip_special_tokens=True)), schema)
+    assert passes[1] == len(answers[1]) - 3
+    assert passes[0] < 0.6 * passes[1]
 
 
 def test_answers_of_a_form_with_drafts_are_those_without(model: PreTrainedModel):

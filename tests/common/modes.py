@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,14 +73,15 @@ class Copying(LogitsProcessor):
         self._period = period
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        raised = scores.clone()  # those that came may be the logits that `generate` returns
         if input_ids.shape[1] % 7:
-            scores[:, input_ids[0, -self._period]] += 30
-        return scores
+            raised[:, input_ids[0, -self._period]] += 30
+        return raised  # type: ignore[return-value]
 
 
-def lookup(max_tokens: int = MOST_TOKENS) -> PromptLookup:
-    """Make what drafts wherever it can: by its clock, a pass takes the same time for any number of tokens."""
-    return PromptLookup(max_tokens, clock=itertools.count().__next__)
+def lookup(max_tokens: int = MOST_TOKENS, forced: Any = None) -> PromptLookup:
+    """Make what drafts wherever it can: by its clock, no pass takes any time."""
+    return PromptLookup(max_tokens, forced=forced, clock=lambda: 0.0)
 
 
 def drafts(model: PreTrainedModel, make_cache: MakeCache, more: int = 0, **options: Any) -> Result:

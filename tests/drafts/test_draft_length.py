@@ -40,7 +40,7 @@ def test_rejected_drafts_take_a_hundredth_of_the_time_and_what_a_pass_takes_unfo
             else:
                 rule.note_step(0.01)
             took, tokens = took + took_now, tokens + 1 + accepted
-            assert took <= 1.01 * tokens + 0.25 + 6 * (row + more)
+            assert took <= 1.01 * tokens + 0.5 + 6 * (row + more)
 
 
 @pytest.mark.parametrize(("answer", "times"), [("a copy", 3), ("pieces", 1.2)])

@@ -1,6 +1,7 @@
 """A real server answers real clients as `generate` does, reads nothing twice, and never fails without a reason."""
 
 import contextlib
+import copy
 import json
 import re
 import shutil
@@ -19,11 +20,12 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hybrid_cache import PrefixStore
+from hf_hybrid_cache import PrefixStore, fuse_decode
 from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.decode_step import repeats_rows
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from hf_hybrid_cache.serve.logprobs import Piece
-from serve.running import DOCUMENT, KEY, Running, cached, generated, serving, user
+from serve.running import DOCUMENT, KEY, Running, cached, generated, loaded, serving, user
 
 from chat.thoughts import tokenizer_of
 from common.soak import count, search_at_random
@@ -78,6 +80,49 @@ def test_requests_with_drafts_have_the_answers_of_those_without(server: Running)
         if drafts:
             expected = answer.choices[0].message.content
         assert answer.choices[0].message.content == expected
+
+
+REQUEST = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 30) | st.just(120)},
+    optional={
+        "frequency_penalty": st.sampled_from([-2, 1]),
+        "presence_penalty": st.just(-2),
+        "stop": st.lists(st.sampled_from(["e", "Z", "ab", "\n"]), min_size=1, max_size=2, unique=True),
+        "temperature": st.sampled_from([0.3, 0.9, 1.5]),
+        "seed": st.integers(0, 9),
+        "response_format": st.just({"type": "json_object"}),
+    },
+)
+
+
+@pytest.mark.slow
+def test_five_hundred_requests_with_and_without_drafts_have_the_same_answers(tmp_path: Path):
+    """250 to a server as it is by default, and the same ones to one that drafts nothing."""
+    drafted, model = [0, 0], model_in(tmp_path, 2**13, byte_tokenizer(only_printable=True), eos_token_id=2)
+    with serving(model) as drafting, serving(model, "--drafts", "0") as plain:
+
+        @search_at_random(250)
+        @given(request=REQUEST, length=st.integers(0, len(DOCUMENT)), is_streamed=st.booleans())
+        def require_same_answers(request: dict[str, Any], length: int, is_streamed: bool) -> None:
+            options = {"seed": 0} | request  # or each answer is another one
+            asked, answers = [user(f"{DOCUMENT[:length]} Who came?")], []
+            for index, server in enumerate((drafting, plain)):
+                if is_streamed:
+                    text, chunks = streamed(server, asked, **options, stream_options={"include_usage": True})
+                    usage, reason = chunks[-1].usage, chunks[-2].choices[0].finish_reason
+                else:
+                    answer = server.ask(asked, **options)
+                    usage, [choice] = answer.usage, answer.choices
+                    text, reason = choice.message.content, choice.finish_reason
+                details = usage.completion_tokens_details
+                drafted[index] += details.accepted_prediction_tokens + details.rejected_prediction_tokens
+                answers.append((text, reason, usage.completion_tokens))
+            assert answers[0] == answers[1]
+            count("answers with and without drafts are the same")
+
+        require_same_answers()
+    fuse_decode(fused := copy.deepcopy(loaded(str(model))[0]))
+    assert [bool(each) for each in drafted] == [repeats_rows(fused), False]
 
 
 def test_a_conversation_computes_each_token_once_and_repeats_its_turns(server: Running):
