@@ -437,8 +437,8 @@ def run_together(model: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) ->
     Args:
         model: with an output head.
         passes: arguments of `model` for each pass by their names, of that pass alone: `input_ids`, `[batch, length]`, a
-            cache of its own that holds tokens, under the name that transformers has for it (`cache_argument`), and
-            `attention_mask`, `position_ids` and `logits_to_keep` as far as the pass needs them.
+            cache of its own that holds tokens, under the name that transformers has for it, and `attention_mask`,
+            `position_ids` and `logits_to_keep` as far as the pass needs them.
 
     Returns:
         What `model` returns for each: its `logits`, `[batch, tokens to keep, vocabulary]`, and its cache.

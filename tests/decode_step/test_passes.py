@@ -191,7 +191,7 @@ def test_passes_of_several_caches_together_give_what_the_own_forward_gives(famil
 
 
 @torch.no_grad()
-def test_passes_that_are_no_step_together_run_one_after_the_other_and_say_why():
+def test_passes_that_are_no_step_together_run_apart_and_say_why():
     _, model = models_with("sdpa")
     fused, caches = vars(model.model)["forward"], [DynamicHybridCache(model.config), DynamicCache(config=model.config)]
     for cache in caches:
