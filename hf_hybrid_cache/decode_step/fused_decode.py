@@ -182,11 +182,10 @@ class FusedDecode:
         why_other = plan.take(caches, sizes)
         if not why_other and plan.sizes != sizes:
             recognised.plans[:] = [plan]
-            if len(passes) > 1:
-                return "a pass goes beyond the end of a block of 64 tokens"
-            if not isinstance(passes[0].get("attention_mask"), (torch.Tensor, type(None))):
+            if not all(isinstance(each.get("attention_mask"), (torch.Tensor, type(None))) for each in passes):
                 return "a mask is not of sequences, queries and tokens"
-            return [self._run_in_two(passes[0], plan.sizes[0][1], sizes[0][1])]
+            firsts, lengths = ([length for _, length in each] for each in (plan.sizes, sizes))
+            return self._run_in_two(decoder, passes, firsts, lengths)
         if not why_other:
             names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
             kept = [{name: each[name] for name in names if each.get(name) is not None} for each in passes]
@@ -226,22 +225,23 @@ class FusedDecode:
             results.append(type(whole)(logits=logits, **{CACHE_ARGUMENT: out[CACHE_ARGUMENT]}))
         return results
 
-    def _run_in_two(self, given: Mapping[str, Any], first: int, length: int) -> Any:
-        """Run a pass of `length` tokens as two, of which the first ends where a block of the cache is full."""
-        outs = []
-        for start, end in ((0, first), (first, length)):
-            part = dict(given)
-            for name, value in given.items():
-                if name == "attention_mask" and value is not None:
-                    value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
-                    part[name] = value[..., : value.shape[-1] - (length - end)]
-                elif name == "inputs_embeds" and value is not None:
-                    part[name] = value[:, start:end]
-                elif name in ("input_ids", "position_ids") and value is not None:
-                    part[name] = value[..., start:end]
-            outs.append(self(**part))
-        outs[1].last_hidden_state = torch.cat([each.last_hidden_state for each in outs], dim=1)
-        return outs[1]
+    def _run_in_two(
+        self, decoder: PreTrainedModel, passes: Sequence[Mapping[str, Any]], firsts: list[int], lengths: list[int]
+    ) -> list[Any] | str:
+        """Run passes of these lengths as two steps, of which the first ends where a block of a cache is full."""
+        parts = zip(passes, firsts, lengths, strict=True)
+        outs = self._run_all(decoder, [_part_of(given, 0, first, length) for given, first, length in parts])
+        if isinstance(outs, str):
+            return outs
+        left = [index for index, (first, length) in enumerate(zip(firsts, lengths, strict=True)) if first < length]
+        rest = [_part_of(passes[index], firsts[index], lengths[index], lengths[index]) for index in left]
+        others = self._run_all(decoder, rest)
+        if isinstance(others, str):
+            others = [self(**each) for each in rest]
+        for index, out in zip(left, others, strict=True):
+            out.last_hidden_state = torch.cat([outs[index].last_hidden_state, out.last_hidden_state], dim=1)
+            outs[index] = out
+        return outs
 
 
 class _OutputHead:
@@ -279,6 +279,20 @@ class _OutputHead:
         num_tokens, of_bias = states.numel() // columns, 0 if bias is None else bias.data_ptr()
         products.multiply(0, states.data_ptr(), num_tokens, is_bfloat16, of_bias, out.data_ptr())
         return out
+
+
+def _part_of(given: Mapping[str, Any], start: int, end: int, length: int) -> dict[str, Any]:
+    """The arguments of some tokens of a pass of `length` tokens."""
+    part = dict(given)
+    for name, value in given.items():
+        if name == "attention_mask" and value is not None:
+            value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
+            part[name] = value[..., : value.shape[-1] - (length - end)]
+        elif name == "inputs_embeds" and value is not None:
+            part[name] = value[:, start:end]
+        elif name in ("input_ids", "position_ids") and value is not None:
+            part[name] = value[..., start:end]
+    return part
 
 
 def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
@@ -437,8 +451,8 @@ def run_together(model: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) ->
     Args:
         model: with an output head.
         passes: arguments of `model` for each pass by their names, of that pass alone: `input_ids`, `[batch, length]`, a
-            cache of its own that holds tokens, under the name that transformers has for it (`cache_argument`), and
-            `attention_mask`, `position_ids` and `logits_to_keep` as far as the pass needs them.
+            cache of its own that holds tokens, under the name that transformers has for it, and `attention_mask`,
+            `position_ids` and `logits_to_keep` as far as the pass needs them.
 
     Returns:
         What `model` returns for each: its `logits`, `[batch, tokens to keep, vocabulary]`, and its cache.

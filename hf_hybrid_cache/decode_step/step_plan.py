@@ -195,7 +195,7 @@ class StepPlan:
         self._steps = steps
 
     def _seen_by(self, of_pass: _Pass, steps: WholeSteps) -> Iterator[Seen]:
-        """Which tokens of its layer each row of a pass sees, as the masks of the stages say."""
+        """Yield which tokens of its layer each row of a pass sees, as the masks of the stages say."""
         batch, length, masks = of_pass.batch, of_pass.length, of_pass.masks
         places = {layer: place for place, layer in enumerate(steps.indices)}
         # Stages, by their mask, the number of tokens, how many first ones it has no columns for, and those of a prefix.
@@ -366,7 +366,7 @@ class StepPlan:
 
 
 def _seen_of(mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
-    """Which tokens each query sees, boolean `[batch, 1, queries, tokens]`, or 1 for all; `None` for all tokens."""
+    """Return which tokens a query sees, boolean `[batch, 1, queries, tokens]`, or 1 for all; `None` for all tokens."""
     if mask is not None:
         is_mask = mask.dtype == torch.bool or mask.is_floating_point()
         if not is_mask or mask.shape[1] != 1 or mask.shape[3] != num_tokens:

@@ -82,7 +82,7 @@ class Sequences(NamedTuple):
 
 class Seen(NamedTuple):
     """
-    What the rows of a cache see of some of its layers.
+    The tokens of some layers that the rows of a cache see.
 
     Attributes:
         masks: which attention it is for, see `Attend.mask`.
