@@ -25,7 +25,7 @@ PEERS = {"llama.cpp": 0, "llama.cpp, 2 drafted": 2, "llama.cpp, 10 drafted": 10}
 @dataclass(frozen=True)
 class Settings:
     """
-    What a process is to do.
+    Weights, sizes and drafts of a process.
 
     Attributes:
         file: of the weights, in 16 bits.
