@@ -1,8 +1,5 @@
 """A Llama, or a Qwen3 with experts, as a file of llama.cpp, its matrices in 16, 8 or 4 bits; written once and kept."""
 
-import ctypes
-import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from experiments.peers.llama_cpp import quantize
 from hf_hybrid_cache.system.user_folder import cache_home
 
 FOLDER = "gguf-v1"  # the version counts changes of what is written
@@ -48,7 +46,7 @@ def gguf_file(name: str, bits: int, model: PreTrainedModel, tokens_of: Path | No
             try:
                 write_model(model, whole, tokens_of)
                 if bits < 16:
-                    _quantize(whole, partial, FILE_TYPES[bits])
+                    quantize(whole, partial, FILE_TYPES[bits])
                 (partial if bits < 16 else whole).rename(path)
             finally:
                 whole.unlink(missing_ok=True)
@@ -126,13 +124,3 @@ def _frequency_divisors(model: PreTrainedModel) -> torch.Tensor:
     """Return the divisors of the plain rotary frequencies in the model's RoPE scaling."""
     exponents = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
     return model.config.rope_parameters["rope_theta"] ** -exponents / model.get_buffer("model.rotary_emb.inv_freq")
-
-
-def _quantize(source: Path, target: Path, file_type: str) -> None:
-    api = importlib.import_module("llama_cpp")
-    options = api.llama_model_quantize_default_params()
-    options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{file_type}")
-    options.nthread = len(os.sched_getaffinity(0))
-    options.pure = True  # or the output layer of the 4-bit file has 6 bits
-    if status := api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(options)):
-        raise RuntimeError(f"llama_model_quantize returned {status}.")

@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import weakref
 from dataclasses import dataclass
@@ -203,6 +204,17 @@ def report() -> dict[str, Any]:
             versions[name] = function().decode()
     system = api.llama_print_system_info().decode().strip()
     return {"package": f"{PACKAGE} {version(PACKAGE)}", **versions, "system": system}
+
+
+def quantize(source: Path, target: Path, file_type: str) -> None:
+    """Write a file of a model with its matrices in another type, such as `Q4_0`."""
+    api = importlib.import_module("llama_cpp")
+    options = api.llama_model_quantize_default_params()
+    options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{file_type}")
+    options.nthread = len(os.sched_getaffinity(0))
+    options.pure = True  # or the output layer of the 4-bit file has 6 bits
+    if status := api.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(options)):
+        raise RuntimeError(f"llama_model_quantize returned {status}.")
 
 
 def gguf_file() -> Path | None:

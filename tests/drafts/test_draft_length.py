@@ -24,7 +24,7 @@ PHASE = st.tuples(st.integers(1, 150), st.integers(3, 16), st.integers(0, 15), s
 
 @search_at_random(60)
 @given(row=st.floats(0.01, 2), more=st.floats(0, 4), phases=st.lists(PHASE, min_size=1, max_size=5))
-def test_rejected_drafts_take_a_hundredth_of_the_time_and_what_a_pass_takes_unforeseen(
+def test_rejected_drafts_take_a_hundredth_of_the_time_or_are_unforeseen(
     row: float, more: float, phases: Sequence[tuple[int, int, int, bool]]
 ):
     """A pass of `n` drafted tokens takes `1 + more + n * row` steps, which nobody knows before the first one."""

@@ -96,7 +96,7 @@ REQUEST = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-def test_five_hundred_requests_with_and_without_drafts_have_the_same_answers(tmp_path: Path):
+def test_five_hundred_requests_with_drafts_or_not_have_the_same_answers(tmp_path: Path):
     """250 to a server as it is by default, and the same ones to one that drafts nothing."""
     drafted, model = [0, 0], model_in(tmp_path, 2**13, byte_tokenizer(only_printable=True), eos_token_id=2)
     with serving(model) as drafting, serving(model, "--drafts", "0") as plain:
