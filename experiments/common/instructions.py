@@ -29,7 +29,8 @@ def variables_without(*names: str) -> dict[str, str]:
         features |= dict.fromkeys(hidden, False)
     if not names:
         return {}
-    variables = {"NUMBA_CPU_FEATURES": features.flatten()}
+    # torch keeps what it has compiled under names without the instructions that it was compiled for.
+    variables = {"NUMBA_CPU_FEATURES": features.flatten(), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     if not features.get("avx512f"):
         variables["ATEN_CPU_CAPABILITY"] = "avx2"
     for feature, most in _OF_ONEDNN.items():

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..documents import Documents, piped_documents, read_documents, read_text, require_documents
+from ..documents import (
+    Documents,
+    piped_documents,
+    read_documents,
+    read_text,
+    require_documents,
+    require_nothing_piped,
+)
 from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -90,6 +97,8 @@ def generate(
                 raise UsageError(f"{name} is empty.")
         require_documents(document or ())
         documents, asks = None, question is not None or prompt_file is not None
+        if prompt_file is not None or compare or (document and "-" not in document):
+            require_nothing_piped()
         if document:
             if not asks:
                 _require_keeping(True, store.folder is not None, as_json)

@@ -11,6 +11,7 @@ from .reading import (
     read_documents,
     read_text,
     require_documents,
+    require_nothing_piped,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "read_documents",
     "read_text",
     "require_documents",
+    "require_nothing_piped",
 ]

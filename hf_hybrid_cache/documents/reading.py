@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import stat
 import sys
 import urllib.request
@@ -119,14 +120,39 @@ def piped_documents(remark: Callable[[str], None]) -> Documents | None:
     Raises:
         DocumentError: it cannot be read.
     """
-    if sys.stdin is None:
+    if _has_no_pipe():
         return None
-    with suppress(OSError):  # it has no number
-        if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):
-            return None
     remark("the document is standard input, as no --document names another")
     content = read_bytes(None)
     return Documents((_document(_SHOWN_STANDARD_INPUT, content, 0, remark),), ()) if content.strip() else None
+
+
+def require_nothing_piped() -> None:
+    """
+    Check that nothing has come on standard input, where it is not read; nothing is waited for.
+
+    Raises:
+        DocumentError: text has come.
+    """
+    if _has_no_pipe():
+        return
+    with suppress(OSError):  # it has no number
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            return
+    if sys.stdin.buffer.read(1):
+        raise DocumentError(
+            "What comes on standard input would not be read: name it as a document, --document -, or keep it away "
+            "with < /dev/null."
+        )
+
+
+def _has_no_pipe() -> bool:
+    """Return whether standard input is closed, a terminal, or a device such as /dev/null."""
+    if sys.stdin is None:
+        return True
+    with suppress(OSError):  # it has no number
+        return stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    return False
 
 
 def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: Path | None = None) -> Documents:

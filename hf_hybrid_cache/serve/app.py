@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,6 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
@@ -111,11 +111,10 @@ class Server(uvicorn.Server):
                 Route("/health", self._health),
             ],
             exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), self._told),
-            middleware=[_cross_origin(origins)] if origins else (),
         )
         # What fails in a handler is printed by `_as_told`, with an id, and not by uvicorn as well.
         config = uvicorn.Config(
-            app,
+            _cross_origin(app, origins) if origins else app,
             http=_Connection,
             log_level="critical",
             lifespan="off",
@@ -305,15 +304,32 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that ends after a while without a whole head of a request, or whose client takes no answer."""
+    """
+    A connection that ends after a while without a whole head of a request, or whose client takes no answer.
+
+    Where there are as many as may be, a new one ends that which has been without a request for longest.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        ours = [each for each in self.connections if isinstance(each, _Connection) and not each.transport.is_closing()]
+        idle = [each for each in ours if each._is_idle and each is not self]
+        if idle and len(ours) >= (self.limit_concurrency or math.inf):
+            min(idle, key=lambda each: each._idle_since).transport.abort()
         self._look(None)
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def _look(self, before: object) -> None:
         """End the connection if nothing has happened since the last look, where something should."""
-        is_idle, unsent = self.cycle is None or self.cycle.response_complete, self.transport.get_write_buffer_size()
+        is_idle, unsent = self._is_idle, self.transport.get_write_buffer_size()
         now = is_idle, self.cycle, unsent
         if now == before and (is_idle or unsent):
             self.transport.abort()
@@ -321,10 +337,10 @@ class _Connection(H11Protocol):
             self.loop.call_later(_IDLE_SECONDS, self._look, now)
 
 
-def _cross_origin(origins: Sequence[str]) -> Middleware:
-    """Return what answers browsers that ask, without a key, whether a page of these origins may send one."""
-    return Middleware(
-        CORSMiddleware,
+def _cross_origin(app: Starlette, origins: Sequence[str]) -> CORSMiddleware:
+    """Let pages of these origins see all answers, errors too, and browsers ask, without a key, if they may send one."""
+    return CORSMiddleware(
+        app,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],

@@ -149,13 +149,20 @@ def test_what_is_piped_is_the_document_unless_one_is_named(model: Path, report: 
     piped = answered(model, "Who?", typed=TEXT)
     assert [each["tokens"] for each in piped["documents"]] == [len(TEXT)]
     assert piped["answer"] == answered(model, "-q", "Who?", "--document", "-", typed=TEXT)["answer"] == named["answer"]
-    assert answered(model, "Who?", "--document", report, typed="Never read.")["documents"] == named["documents"]
+    both = answered(model, "Who?", "--document", report, "-", typed="Read, too.")["documents"]
+    assert [each["name"] for each in both] == [str(report), "standard input"]
     assert answered(model, "Who?", typed="\n")["documents"] == []
     kept = generate(model, "--store", folder, typed=TEXT).stderr
     assert "the document is standard input, as no --document names another\n" in kept
     (stored,) = PrefixStore(folder).prompts()
     assert (stored.title, len(stored.token_ids) >= len(TEXT)) == ("standard input", True)
-    run("generate", "--compare", "--json", *SHORT, "--model", model, "--context", 9, "--max-new-tokens", 1, typed=TEXT)
+
+
+@pytest.mark.parametrize("given", ["--document", "--prompt-file", "--compare"])
+def test_what_is_piped_where_nothing_reads_it_is_refused(given: str, report: Path):
+    asked = ["Who?"] * (given != "--prompt-file")
+    refused = run("generate", *asked, given, *[report] * (given != "--compare"), typed="Never read.", code=2)
+    assert "What comes on standard input would not be read: name it as a document, --document -" in refused.stderr
 
 
 def test_an_option_takes_all_documents_that_follow_it(model: Path, report: Path):
