@@ -1,6 +1,7 @@
 """Questions and answers about documents that are read once."""
 
 import os
+import sys
 import time
 import uuid
 from collections import abc
@@ -59,6 +60,7 @@ class Chat:
         documents: names of files and folders, addresses (http, https), or what `read_documents` returned.
         system: system message; `None` for that of the chat template.
         context: tokens of the documents that are read at most; `None` for what leaves room to talk.
+        most_tokens: of the conversation, its documents included; `None` for the model's context.
         leave: tokens that documents leave to questions and answers at least; `None` for 256 and an answer, of which
             512 count, or less in a short context, with its thought.
         cache: "dynamic", "offloaded", "quantized", or "stock" for transformers' own; or an empty cache. `None` is
@@ -79,9 +81,10 @@ class Chat:
         turns: the questions that were asked, and their answers.
         token_ids: the tokens of the documents, questions and answers; the cache may lack the last ones.
         document: the tokens of the documents, and how many of each are read.
-        cut_at: `context` where it limits what is read of them; `None` where the model's context does, or nothing.
+        cut_at: `context` where it limits what is read of them; `None` where the context does, or nothing.
         documents: their texts; `None` for a conversation that goes on.
-        context: tokens that the model can attend to.
+        context: tokens that the conversation can have: those that the model can attend to, or `most_tokens`.
+        details: that it is kept with, among them the form of its cache.
         settings: of the next answers; replace it to change them.
         last: the last answer; `None` before.
         reuse: what of the documents came from the store; `None` before they are read, or without a store.
@@ -108,6 +111,7 @@ class Chat:
         *,
         system: str | None = None,
         context: int | None = None,
+        most_tokens: int | None = None,
         leave: int | None = None,
         cache: str | Cache | None = None,
         bits: int | None = None,
@@ -120,7 +124,7 @@ class Chat:
         thoughts: Callable[[str], None] | None = None,
     ):
         self.settings = settings or AnswerSettings()
-        self.context = context_length(model)
+        self.context = min(context_length(model), most_tokens or sys.maxsize)
         self.last: Answer | None = None
         self.reuse: Reuse | None = None
         self._model, self._tokenizer, self._generator = model, tokenizer, Generator(model, tokenizer)
@@ -129,14 +133,14 @@ class Chat:
         self._thoughts = thoughts or (lambda _: None)
         self._template = ChatTemplate(tokenizer, system).given(self.settings)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
-        self._details = dict(details or {})
+        self.details = dict(details or {})
         given: Cache | Callable[[], Cache]
         if isinstance(cache, Cache):
             given = cache
         else:
             name = cache or ("dynamic" if bits is None else "quantized")
             given = cache_maker(name, model, bits, cpu_decode)
-            self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
+            self.details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
         self._held = TrackedCache(model, given, progress)
         self.cut_at: int | None = None
         self._document_options = context, leave
@@ -213,7 +217,7 @@ class Chat:
 
     @property
     def num_free(self) -> int:
-        """Tokens of the model's context that are left."""
+        """Tokens of the context that are left."""
         return self.context - len(self.token_ids)
 
     @property
@@ -237,7 +241,7 @@ class Chat:
         more = len(new) - len(old)
         if self.num_free <= more:
             raise PromptError(
-                f"The conversation has {len(self.token_ids):,} tokens, would have {more:,} more, and the model's "
+                f"The conversation has {len(self.token_ids):,} tokens, would have {more:,} more, and the "
                 f"context is {self.context:,}: the message is not set."
             )
         self._template = template
@@ -395,7 +399,7 @@ class Chat:
             self.cache,
             document_tokens=len(self.document.token_ids),
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
-            details=self._details | {"system": self.system, _ID: self._id, _TALK: talk},
+            details=self.details | {"system": self.system, _ID: self._id, _TALK: talk},
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids
@@ -472,7 +476,7 @@ class Chat:
         """Read tokens anew by the store, if there is one, and say what came from there."""
         if self._store is None or not isinstance(self.cache, HybridCache) or len(token_ids) < 2:
             return
-        options["details"] = self._details | {"system": self.system}
+        options["details"] = self.details | {"system": self.system}
         self.reuse = self._held.read_with(self._store, token_ids, **options)
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {self._store.path}")

@@ -93,7 +93,7 @@ class DocumentPrompt:
         Return the sentences that say before an answer what of the documents was not read; empty if all was.
 
         Args:
-            why: it was not, such as "the model's context is 8,192".
+            why: it was not, such as "the context is 8,192".
         """
         if self.read_tokens == self.tokens:
             return ""
@@ -139,7 +139,7 @@ class Asked:
         """Return a question in a context of so many tokens; raises `PromptError` if it has no room for an answer."""
         if len(token_ids) >= context:
             raise PromptError(
-                f"The prompt has {len(token_ids):,} tokens, and the model's context is {context:,}: no room is left "
+                f"The prompt has {len(token_ids):,} tokens, and the context is {context:,}: no room is left "
                 "for an answer."
             )
         return cls(question, token_ids, context - len(token_ids), thought)
@@ -161,7 +161,7 @@ def room_for_documents(context: int, leave: int | None, new_tokens: int) -> int:
         leave = new_tokens + min(_QUESTION_TOKENS, context // 16)
     if context <= leave:
         raise PromptError(
-            f"{leave:,} tokens are left to questions and answers, and the model's context is {context:,}: ask for "
+            f"{leave:,} tokens are left to questions and answers, and the context is {context:,}: ask for "
             "shorter answers."
         )
     return context - leave

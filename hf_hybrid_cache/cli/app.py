@@ -1,6 +1,7 @@
 """The command and its subcommands, which import heavy libraries only when they run."""
 
 import os
+import shutil
 import sys
 from typing import Annotated
 
@@ -15,11 +16,11 @@ from .plan import plan
 from .serve import serve
 from .store import store
 
-# Without a terminal plain lines: boxes would be cut to 80 columns.
+# Without a wide terminal plain lines: boxes would cut the names of options.
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    rich_markup_mode="rich" if sys.stdout.isatty() and shutil.get_terminal_size().columns >= 100 else None,
     context_settings={"max_content_width": 160},
 )
 

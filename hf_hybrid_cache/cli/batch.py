@@ -23,7 +23,7 @@ from .answer_table import write_table
 from .batch_files import Answers, Question, by_document, documents_digest, read_questions
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts, without_controls
 from .options import ANSWER, DOCUMENT, Cache, FormedAnswerOptions, Model, Prompt, Store, option, with_options
-from .task import answer_fields
+from .task import answer_fields, say_what_is_stored_otherwise
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat
@@ -89,8 +89,8 @@ def batch(
     Answer many questions about many documents.
 
     A document is computed once for all of its questions. What is answered already is not asked again, wherever its line
-    is: the same command goes on after an interruption, and asks what is new. A document that cannot be read is an
-    answer with an error; the exit code is 1 then, 0 if all questions are answered.
+    is: the same command goes on after an interruption, and asks what is new. A document that cannot be read, or is too
+    long without --context, is an answer with an error; the exit code is 1 then, 0 if all questions are answered.
     """
     _, notes = consoles()
     with exit_codes(notes):
@@ -285,6 +285,7 @@ class _Reader:
         self._context = context_length(loaded.model)
         self._template = ChatTemplate(loaded.tokenizer, of_chat["system"]).given(settings)
         self._answer_tokens = self._template.answer_tokens(settings, self._context)
+        self._looks_in = of_chat["store"]  # for the first document alone: one remark tells
         self._template.start()  # what is refused here no question could have
         self._at_once = at_once or MOST_TOGETHER
         if self._at_once > 1 and not can_answer_together(loaded.model):
@@ -342,6 +343,8 @@ class _Reader:
             remark=remark,
             **self._of_chat,
         )
+        say_what_is_stored_otherwise(self._looks_in, chat, self._notes)
+        self._looks_in = None
         read = chat.document
         if read.read_tokens < read.tokens and self._of_chat["context"] is None:
             raise PromptError(

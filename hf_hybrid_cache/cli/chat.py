@@ -12,8 +12,18 @@ from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts, think
-from .options import DOCUMENT, Cache, DocumentOption, FormedAnswerOptions, Model, Prompt, Store, option, with_options
-from .task import say_what_is_read, why_no_more
+from .options import (
+    DOCUMENT,
+    Cache,
+    ConversationPrompt,
+    FormedAnswerOptions,
+    Model,
+    Store,
+    document_option,
+    option,
+    with_options,
+)
+from .task import say_what_is_read, say_what_is_stored_otherwise, why_no_more
 
 if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
@@ -25,7 +35,7 @@ _CACHE_OPTIONS = ("cache", "bits")
 
 @with_options
 def chat(
-    prompt: Prompt,
+    prompt: ConversationPrompt,
     model: Model,
     cache: Cache,
     answer: FormedAnswerOptions,
@@ -40,7 +50,7 @@ def chat(
             show_default=False,
         ),
     ] = None,
-    document: DocumentOption = None,
+    document: Annotated[list[str] | None, document_option("none: the model is asked alone")] = None,
     resume: Annotated[
         bool,
         option(DOCUMENT, "Go on with a conversation of --store, with its model, weights and cache.", "--resume"),
@@ -82,18 +92,19 @@ def chat(
         prefix_store = store.open()
         loaded = load_model(model, cache.name, notes)
         options: dict[str, Any] = {**cache.arguments, "settings": answer.settings(), "remark": say}
-        options["thoughts"] = partial(think, notes)
+        options |= {"thoughts": partial(think, notes), "most_tokens": prompt.context}
         if stored is not None:
             assert prefix_store is not None
             talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)
             say(f"going on with {stored.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
         else:
             details = {option: getattr(model, option) for option in _MODEL_OPTIONS} | ({"name": name} if name else {})
-            options |= {"system": prompt.system, "context": prompt.context, "store": prefix_store, "details": details}
+            options |= {"system": prompt.system, "store": prefix_store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
             say_what_is_read(talk, why_no_more(talk), out, notes)
             say(f"{talk.num_free:,} tokens are left to talk")
+            say_what_is_stored_otherwise(prefix_store, talk, notes)
             with raising_interrupts():
                 seconds, reuse = talk.read(), talk.reuse
                 is_taken = reuse is not None and reuse.num_tokens == len(talk.document.token_ids)

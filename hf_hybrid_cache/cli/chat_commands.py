@@ -279,7 +279,7 @@ class ChatCommands:
         if reason == "interrupted":
             self._remark("the answer was ended")
         elif reason == "context":
-            self._remark(f"ended at the model's context of {chat.context:,} tokens.{_WAYS_OUT}")
+            self._remark(f"ended at the context of {chat.context:,} tokens.{_WAYS_OUT}")
         elif reason == "length":
             self._remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
         if chat.num_free < _WARN_BELOW_TOKENS and not self._has_warned:

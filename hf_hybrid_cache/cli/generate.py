@@ -1,22 +1,15 @@
 """`hf-hybrid-cache generate`: one answer of a model, alone or about documents."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..documents import (
-    Documents,
-    piped_documents,
-    read_documents,
-    read_text,
-    require_documents,
-    require_nothing_piped,
-)
+from ..documents import piped_documents, read_documents, read_text, require_documents, require_nothing_piped
 from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -26,22 +19,30 @@ from .options import (
     NEW_TOKENS,
     AsJson,
     Cache,
-    DocumentOption,
     FormedAnswerOptions,
     Model,
     Prompt,
     Quiet,
     Store,
     check_exclusions,
+    document_option,
     given_text,
     option,
     with_options,
 )
-from .task import Task, dtype_text, record, say_what_is_read, summary, why_no_more
+from .task import (
+    Task,
+    dtype_text,
+    record,
+    say_what_is_read,
+    say_what_is_stored_otherwise,
+    summary,
+    why_no_more,
+)
 
 if TYPE_CHECKING:
     from ..chat import Chat
-    from ..prefix_store import PrefixStore, StoredPrompts
+    from ..prefix_store import PrefixStore
     from .loading import LoadedModel
 
 
@@ -60,7 +61,10 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    document: DocumentOption = None,
+    document: Annotated[
+        list[str] | None,
+        document_option("what is piped in, or none: the model is asked alone", ", or - for standard input"),
+    ] = None,
     question: Annotated[str | None, option(DOCUMENT, "The question, in another place.", "--question", "-q")] = None,
     prompt_file: Annotated[
         Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
@@ -97,6 +101,8 @@ def generate(
                 raise UsageError(f"{name} is empty.")
         require_documents(document or ())
         documents, asks = None, question is not None or prompt_file is not None
+        if answer.choices and not asks:
+            raise UsageError("--choices takes all words that follow it: ask before it, or by --question.")
         if prompt_file is not None or compare or (document and "-" not in document):
             require_nothing_piped()
         if document:
@@ -117,10 +123,6 @@ def generate(
             answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS),
         )
         form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
-        if store.folder is not None:
-            from ..prefix_store import StoredPrompts
-
-            _say_what_is_stored_otherwise(StoredPrompts(store.folder), task.documents, form, notes)
         # What follows imports torch.
         prefix_store = store.open()
         from .loading import load_model
@@ -136,6 +138,7 @@ def generate(
         explaining = consoles()[1]  # what is asked for is said, also where remarks are quiet
         text_out = Console(quiet=True) if as_json else out
         say_what_is_read(chat, why_no_more(chat), text_out, notes)
+        say_what_is_stored_otherwise(prefix_store, chat, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
             _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)
@@ -179,28 +182,6 @@ def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
         raise UsageError('Ask something, such as "Who signed it?"; --store keeps a document without.')
     if as_json:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
-
-
-def _say_what_is_stored_otherwise(
-    store: "StoredPrompts", documents: Documents | None, form: Mapping[str, Any], notes: Console
-) -> None:
-    """Say so if a store has documents, but only of another model, or with other weights or bits."""
-    title, said = "" if documents is None else documents.title, None
-    for stored in store.prompts() if title else ():
-        if "model" not in stored.details or not f"{stored.title}: ".startswith(f"{title}: "):  # a question may follow
-            continue
-        different = [name for name in ("model", "weights", "bits") if stored.details.get(name) != form[name]]
-        if not different:
-            return
-        theirs, ours = (_as_options(different, each) for each in (stored.details, form))
-        said = said or f"{store.path} has {title} {theirs}, which takes it from there; {ours} it is read anew"
-    if said:
-        note(notes, said)
-
-
-def _as_options(names: Sequence[str], form: Mapping[str, Any]) -> str:
-    values = [(name, form.get(name)) for name in names]
-    return " and ".join(f"without --{name}" if value is None else f"with --{name} {value}" for name, value in values)
 
 
 def _say_why_no_more(

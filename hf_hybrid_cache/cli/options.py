@@ -38,17 +38,17 @@ def option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **more)
 
 
-# Options that several commands have, and that are not of one of the dataclasses.
-DocumentOption = Annotated[
-    list[str] | None,
-    option(
+def document_option(default: str, others: str = "") -> Any:
+    """The option for documents, with its default, and what it takes beside files, folders and addresses."""
+    return option(
         DOCUMENT,
-        "Text, PDF, docx or HTML to ask about, a folder of them, an address (https), or - for standard input; several "
-        "may follow, and it may be repeated. What does not fit is cut off and said. Default: what is piped into "
-        "generate, or none: the model is asked alone.",
-        metavar="FILE|FOLDER|URL|-",
-    ),
-]
+        f"Text, PDF, docx, HTML or mail to ask about, a folder of them, an address (https){others}; several may "
+        f"follow, and it may be repeated. What does not fit is cut off and said. Default: {default}.",
+        metavar="FILE|FOLDER|URL" + "|-" * bool(others),
+    )
+
+
+# Options that several commands have, and that are not of one of the dataclasses.
 AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
 Quiet = Annotated[bool, option(ANSWER, "No remarks, and no progress.", "--quiet")]
 
@@ -64,7 +64,6 @@ EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--prompt-file", "--context", "--prompt-file is used as it is: drop --context, or pass it as --document."),
     ("--prompt-file", "--system", "--prompt-file is used as it is: drop --system, or pass it as --document."),
     ("--resume", "--document", "--resume goes on with the document of the conversation: drop --document."),
-    ("--resume", "--context", "--resume goes on with the document of the conversation: drop --context."),
     ("--resume", "--system", "--resume goes on with the system message of the conversation: drop --system."),
     ("--resume", "--name", "--resume goes on with a conversation that has its name: drop --name."),
     ("--export", "--remove", "--export is of a conversation that stays: drop --remove."),
@@ -110,7 +109,7 @@ class Prompt:
         int | None,
         option(
             DOCUMENT,
-            "Tokens of the document to read at most. Default: what fits the model; in batch, too many are an error.",
+            "Tokens of each question's documents to read at most. Default: what fits the model's context.",
             "--context",
             "--context-tokens",
             min=1,
@@ -123,6 +122,22 @@ class Prompt:
     def __post_init__(self) -> None:
         if self.system is not None:
             object.__setattr__(self, "system", given_text("--system", self.system))
+
+
+@dataclass(frozen=True)
+class ConversationPrompt(Prompt):
+    """The part of a prompt before the first question of a conversation, whose tokens have a limit."""
+
+    context: Annotated[
+        int | None,
+        option(
+            DOCUMENT,
+            "Tokens of documents, questions and answers together at most. Default: the model's context.",
+            "--context",
+            "--context-tokens",
+            min=1,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -279,7 +294,11 @@ class FormedAnswerOptions(AnswerOptions):
     ] = None
     choices: Annotated[
         list[str] | None,
-        option(ANSWER, "The answer is one of these: all words up to the next option. Default: any text."),
+        option(
+            ANSWER,
+            "The answer is one of these: all words up to the next option. Default: any text.",
+            metavar="WORD...",
+        ),
     ] = None
     regex: Annotated[
         str | None, option(ANSWER, "The answer has the form of this regular expression. Default: any text.")

@@ -54,11 +54,13 @@ def plan(
         ),
     ] = 1,
     prefill_chunk_size: Annotated[
-        int | None,
+        int,
         typer.Option(
-            min=1, help=f"Tokens of the prompt per forward pass. Default: 512 with a GPU, else {PREFILL_CHUNK_SIZE}."
+            min=1,
+            help="Tokens of the prompt in a forward pass, in Python; fewer take less memory. The command always takes "
+            "the default.",
         ),
-    ] = None,
+    ] = PREFILL_CHUNK_SIZE,
     measure: Annotated[
         bool,
         typer.Option(
@@ -76,9 +78,9 @@ def plan(
     ] = False,
 ) -> None:
     """
-    Tell which cache and weights of a model fit a machine, and with --measure how fast they are on this one.
+    Tell which cache and weights of a model fit a machine.
 
-    Nothing is loaded. The plans go to stdout, remarks to stderr.
+    Nothing is loaded; --measure tells how fast they are on this machine. The plans go to stdout, remarks to stderr.
     """
     out, notes = consoles()
     with exit_codes(notes):
@@ -96,12 +98,11 @@ def plan(
         import torch
 
         from ..models import load_config
-        from ..planning import default_chunk, make_plans, measured_plans, model_cost, this_machine
+        from ..planning import make_plans, measured_plans, model_cost, this_machine
         from .plan_report import Report, plan_name
 
         config, machine = load_config(model), this_machine(*memory)
-        chunk = prefill_chunk_size or default_chunk(machine.device_bytes > 0)
-        cost = model_cost(config, None if dtype is None else getattr(torch, dtype), batch_size, chunk)
+        cost = model_cost(config, None if dtype is None else getattr(torch, dtype), batch_size, prefill_chunk_size)
         # What is printed runs as it is: with a GGUF file, and with the name that was asked for where it is known.
         name = model if model == SMOLLM2 or cost.name not in SHAPES else cost.name
         is_gguf = model.lower().endswith(".gguf")  # which is dequantized while it is read

@@ -15,7 +15,7 @@ from ..planning import Machine, Measured, Plan
 from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
 from ..planning.plans import make_plans, recommendations, recommended, why_nothing_fits
-from ..scalars import duration_text
+from ..scalars import PREFILL_CHUNK_SIZE, duration_text
 from .console import print_json, write
 
 _LEGEND = {
@@ -142,7 +142,7 @@ class Report:
             Strategy.STREAMED: ["--cache offloaded"] if bits is None else None,
             Strategy.CPU_ATTENTION: [*of_cache, "--cpu-decode yes"],
         }.get(plan.strategy)
-        if options is None or self.cost.batch > 1 or self.cost.continuations > 1:
+        if options is None or (self.cost.batch, self.cost.continuations, self.cost.chunk) != (1, 1, PREFILL_CHUNK_SIZE):
             return None
         if plan.experts_on_host:
             options = [*options, "--experts host"] + ([f"--expert-bits {plan.weights}"] if plan.weights else [])

@@ -67,7 +67,7 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """
-    Answer clients of OpenAI's API: chat completions and completions, whole or streamed.
+    Answer clients of OpenAI's API.
 
     Documents are read once: what was read before, also by another process with the same --store, is not read again.
     Answer settings hold where a request does not say otherwise. Each request is a line on stderr. Ctrl-C ends.

@@ -1,6 +1,6 @@
 """The task of a model: what it is asked, how much of the documents it reads, and what its answer cost."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from ..chat import Answer, AnswerSettings, Chat, DocumentPrompt
+    from ..prefix_store import PrefixStore
     from .loading import LoadedModel
 
 
@@ -92,7 +93,30 @@ def why_no_more(chat: "Chat") -> str:
     if chat.cut_at is not None:
         return f"--context {chat.cut_at:,}"
     left = chat.context - len(chat.document.token_ids)
-    return f"the model's context is {chat.context:,}, of which {left:,} are left to ask and answer"
+    return f"the context is {chat.context:,}, of which {left:,} are left to ask and answer"
+
+
+def say_what_is_stored_otherwise(store: "PrefixStore | None", chat: "Chat", notes: Console) -> None:
+    """Say so if a store has the documents of a conversation, but only of another model, or other weights or bits."""
+    if store is None or chat.documents is None:
+        return
+    document, said = chat.document.token_ids, ""
+    for stored in store.prompts():
+        if "model" not in stored.details or stored.token_ids[: len(document)].tolist() != document:
+            continue
+        different = [name for name in ("model", "weights", "bits") if stored.details.get(name) != chat.details[name]]
+        if not different:
+            return
+        theirs, ours = (_as_options(different, each) for each in (stored.details, chat.details))
+        named = f"{chat.documents.title} {theirs}, which takes it from there; {ours} it is read anew"
+        said = said or f"{store.path} has {named}"
+    if said:
+        note(notes, said)
+
+
+def _as_options(names: Sequence[str], details: Mapping[str, Any]) -> str:
+    values = [(name, details.get(name)) for name in names]
+    return " and ".join(f"without --{name}" if value is None else f"with --{name} {value}" for name, value in values)
 
 
 def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:

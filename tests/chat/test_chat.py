@@ -165,7 +165,7 @@ def test_a_full_context_ends_answers_and_refuses_questions_and_messages():
     list(chat.ask("Who?", replace(SETTINGS, max_new_tokens=1000)))
     assert (chat.last.finish_reason, chat.num_free) == ("context", 0)
     for ask in (chat.ask, chat.require_room):
-        with pytest.raises(PromptError, match="the model's context is 400: no room is left for an answer"):
+        with pytest.raises(PromptError, match="the context is 400: no room is left for an answer"):
             ask("Why?")
     chat.undo()
     assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens

@@ -96,7 +96,7 @@ def test_a_document_leaves_room_for_an_answer_and_more():
         assert left <= chat.num_free <= left + 4
     chat = chat_of(context=50)
     assert chat.document.read_tokens == 50
-    with pytest.raises(PromptError, match="400 tokens are left to questions and answers, and the model's context is"):
+    with pytest.raises(PromptError, match="400 tokens are left to questions and answers, and the context is"):
         chat_of(model_of("llama", 300), leave=400)
 
 

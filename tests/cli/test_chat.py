@@ -132,8 +132,23 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
         "What?" * 30, "/set max_new_tokens 1000", "And?", "Why?" * 20,
     )  # fmt: skip
     assert len(re.findall(r"(\d+) tokens of context left", talk.stderr)) == 2
-    assert "ended at the model's context of 700 tokens. /undo takes back the last question" in talk.stderr
+    assert "ended at the context of 700 tokens. /undo takes back the last question" in talk.stderr
     assert "context is 700: no room is left for an answer. /undo takes back the last question" in talk.stderr
+
+
+def test_context_of_a_conversation_limits_documents_and_talk_together(model: Path, tmp_path: Path):
+    (tmp_path / "long.txt").write_text(TEXT * 40)
+    few = ["--context", "600", "--store", tmp_path / "prompts"]
+    talk = converse(model, ["--document", tmp_path / "long.txt", *few], "/set max_new_tokens 1000", "Who?", "Why?")
+    [left] = map(int, re.findall(r"the context is 600, of which (\d+) are left to ask and answer", talk.stdout))
+    assert 0 < left < 600
+    assert f"{left} tokens are left to talk" in talk.stderr
+    assert "ended at the context of 600 tokens. /undo takes back the last question" in talk.stderr
+    resumed = converse(model, ["--resume", *few], "Why?").stderr
+    assert "600 of 600 tokens are taken" in resumed
+    assert "context is 600: no room is left for an answer" in resumed
+    alone = converse(model, ["--context", "90"], "/set max_new_tokens 1000", "Who?").stderr
+    assert "ended at the context of 90 tokens" in alone
 
 
 # Going on with what is stored

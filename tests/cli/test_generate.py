@@ -1,5 +1,6 @@
 """`generate`: a question, alone or about documents, in this process where that is enough."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -183,14 +184,14 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     begin, end = "[Only the first 150 of the document's 1,631 tokens were read (--context 150). ", "1,481.]\n\n"
     assert said.startswith(f"{begin}The answer knows nothing of the last {end}")
     said = generate(small, *asked, "--max-new-tokens", 490)
-    found = re.search(r"tokens were read \(the model's context is 512, of which (\d+) are left to ask", said.stdout)
+    found = re.search(r"tokens were read \(the context is 512, of which (\d+) are left to ask", said.stdout)
     assert found is not None
     assert 128 <= int(found[1]) < 160  # a quarter of the context, and the question
     assert "\nended at the model's context of 512 tokens: --context reads less of a document\n" in said.stderr
-    assert "the model's context is 512" in generate(small, *asked, "--context", 500).stdout
+    assert "the context is 512" in generate(small, *asked, "--context", 500).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
     given = ["generate", "--model", small, "--device", "cpu"]
-    assert "1,631 tokens, and the model's context is 512" in error_of(*given, "--prompt-file", report)
+    assert "1,631 tokens, and the context is 512" in error_of(*given, "--prompt-file", report)
     assert "tokens are left for the document, and the" in error_of(*given, *asked, "--system", "Be brief. " * 37)
     assert "--context 9 is of documents, and there is none" in remarks(small, "Who?", "--context", 9)
 
@@ -234,7 +235,13 @@ def test_a_document_in_another_form_is_said_and_explained_if_asked(model: Path, 
         lines = remarks(model, *asked, *given)
         assert lines.index(f"{folder} has report.txt {said}") < len(lines) - 2, lines
         assert not any("it is read anew" in line for line in remarks(model, *asked, *given))
+    of_model = ["--model", model, "--device", "cpu", "--store", folder, "--weights", "4"]
+    assert "without --bits it is read anew" in run("chat", "--document", report, *of_model, typed="").stderr
+    questions = folder.with_suffix(".jsonl")
+    questions.write_text(json.dumps({"document": str(report), "question": "Who?"}))
+    assert "--bits 2 it is read anew" in run("batch", questions, "--out", "-", *of_model, "--bits", "2").stderr
     report.write_text(TEXT.replace("word. It", "word! It"))
+    assert not any("it is read anew" in line for line in remarks(model, *asked, "--weights", "4"))
     assert not any("instead of" in line for line in remarks(model, *asked))
     report.write_text(TEXT.replace("word. It", "word? It"))
     explained = "\n".join(remarks(model, *asked, "--explain"))

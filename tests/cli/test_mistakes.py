@@ -40,6 +40,7 @@ MISTAKES = {
     "generate --prompt-file a.pdf": "a.pdf is a PDF, not text: pass it as a document, or a file of its text.",
     ASKED + "--explain": "--explain is about a prefix store: name its folder with --store, or drop it.",
     ASKED + "--store prompts --cache stock": "--cache stock is transformers' own, and --store needs one of ours: drop",
+    "generate --choices yes no Who?": "--choices takes all words that follow it: ask before it, or by --question.",
     "generate --question= --compare": "--question is empty.",
     # Of `chat`.
     "chat --document -": "Questions come from standard input: give the document as a file.",

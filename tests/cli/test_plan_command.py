@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from hf_hybrid_cache.planning.candidates import BITS
+from hf_hybrid_cache.scalars import PREFILL_CHUNK_SIZE
 
 from .commands import run
 from models.gguf_files import write_gguf
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
+FEW = ["--prefill-chunk-size", "512"]
 LLAMA = ["--model", "meta-llama/llama-3.2-1b", "--context", "128K"]
 CARD = ["--gpu-memory", "8GiB", "--host-memory", "32GiB"]
 LAPTOP = ["--model", "meta-llama/Llama-3.2-3B", "--gpu-memory", "0", "--host-memory", "16GiB"]
-OLMOE = ["--model", "olmoe-1b-7b-0924", "--context", "2K", "--batch-size", "4", "--gpu-memory", "4GiB"]
+OLMOE = ["--model", "olmoe-1b-7b-0924", "--context", "2K", "--batch-size", "4", "--gpu-memory", "4GiB", *FEW]
 
 
 FEW_BITS = ("--bits 8 --weights 8 ", "--bits 4 --weights 4 ")
@@ -43,7 +45,7 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
         "4-bit weights want a calibrated model: docs/weights.md.",
         "No times were measured: --measure does it, on this machine",
     ],
-    (*LLAMA, *CARD): [
+    (*LLAMA, *CARD, *FEW): [
         "Recommended: weights, keys and values as they are (dynamic, on the GPU)",
         "cache = DynamicHybridCache(model.config)",
         "Caches take within 3% of what is said",
@@ -58,8 +60,8 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
         "device_tokens=",
     ],
     ("--model", "Qwen/Qwen3-4B", "--context", "32K", *CARD): [
-        "(dynamic, on the CPU). It takes 13.1 GiB of host memory. The GPU is not used: with weights as they are, a",
-        "process, 8.1 GiB would be there before any keys and values. Weights in 8 bits of another library "
+        "(dynamic, on the CPU). It takes 13.4 GiB of host memory. The GPU is not used: with weights as they are, a",
+        "process, 8.4 GiB would be there before any keys and values. Weights in 8 bits of another library "
         "(bitsandbytes, GPTQ), about 4.2 GiB, fit there, with keys and values as they are (offloaded, GPU + host)",
     ],
     (*OLMOE, "--host-memory", "16GiB"): [
@@ -85,6 +87,14 @@ def test_a_plan_says_what_is_recommended_and_on_what_it_rests(options: tuple[str
         commands = [f"hf-hybrid-cache generate --model {LAPTOP[1]} {bits}{asked}" for bits in ("", *FEW_BITS)]
         assert printed_lines.split("\n\n")[1] == commands[0]
         assert {*commands} < {*printed_lines.splitlines()}
+
+
+def test_a_plan_counts_the_passes_that_its_command_reads_a_prompt_in():
+    card = ["--model", "meta-llama/Llama-3.2-1B", *CARD]
+    text = printed(*card)
+    assert f"a chunk of {PREFILL_CHUNK_SIZE:,} tokens of the prompt" in in_one_line(text)
+    assert "hf-hybrid-cache generate --model" in text
+    assert "hf-hybrid-cache generate --model" not in printed(*card, *FEW)
 
 
 def test_times_when_asked_for_then_are_measured_and_printed(tmp_path: Path):

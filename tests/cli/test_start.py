@@ -162,3 +162,11 @@ def test_a_text_of_a_model_cannot_steer_the_terminal():
     written = io.StringIO()
     write(Console(file=written, force_terminal=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd\t:smile:\u00a0é")
     assert written.getvalue() == "a[2Jb[red]c[/red]\nd\t:smile:\u00a0é"
+
+
+def test_help_at_a_narrow_terminal_has_all_names_of_options_whole():
+    with Terminal("-m", "hf_hybrid_cache.cli", "chat", "--help", COLUMNS="60") as terminal:
+        shown = terminal.wait_for("Show this message and")
+    assert "…" not in shown
+    assert "--max-thinking-tokens" in shown
+    assert "<list" not in shown
