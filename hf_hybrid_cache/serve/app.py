@@ -35,6 +35,7 @@ from ..chat import AnswerSettings
 from .engine import Answered, Engine
 from .logprobs import Piece
 from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
+from .responses import ResponseForm, ResponseRequest
 
 # Bytes of a body for each token of the context, which are many, and for the rest; and of any body.
 _TOKEN_BYTES, _OTHER_BYTES, _MOST_BYTES = 64, 2**20, 2**26
@@ -106,6 +107,7 @@ class Server(uvicorn.Server):
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -163,6 +165,9 @@ class Server(uvicorn.Server):
     async def _complete(self, request: HTTPRequest) -> Response:
         return await self._answer(request, TextRequest)
 
+    async def _respond(self, request: HTTPRequest) -> Response:
+        return await self._answer(request, ResponseRequest)
+
     def _require_known(self, request: HTTPRequest) -> None:
         """Check that a request has the key; without one, that no web page asks, whatever name it has for the server."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -213,12 +218,12 @@ class Server(uvicorn.Server):
             if asked.model:
                 self._require_model(asked.model)
             settings = await asyncio.to_thread(asked.settings, self._settings)
-            form = Form(self._name, isinstance(asked, ChatRequest))
+            form = self._form(asked)
             pieces = self._pieces(request, asked, settings, place.pop_all())
         if asked.stream:
             # A prompt that is refused at once has a status, and not an event.
             told = partial(self._as_told, request)
-            events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage, told)
+            events = _events(pieces, await anext(pieces), form, told)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         whole: list[Piece] = []
         async for piece in pieces:
@@ -227,6 +232,11 @@ class Server(uvicorn.Server):
             elif piece is not None:
                 whole.append(piece)
         return JSONResponse(form.whole(whole, *end))
+
+    def _form(self, asked: ChatRequest | TextRequest) -> Form | ResponseForm:
+        if isinstance(asked, ResponseRequest):
+            return ResponseForm(self._name)
+        return Form(self._name, isinstance(asked, ChatRequest), asked.stream_options.include_usage)
 
     def _take(self, place: contextlib.ExitStack) -> None:
         """Take a place among the requests, before anything of one is read, until `place` is closed."""
@@ -361,25 +371,21 @@ def _cost(end: Answered, seconds: float) -> str:
 async def _events(
     pieces: _Pieces,
     piece: Piece | Answered | None,
-    form: Form,
-    has_usage: bool,
+    form: Form | ResponseForm,
     told: Callable[[Exception], APIError],
 ) -> AsyncIterator[str]:
     """Yield answers as server-sent events, from a first piece on."""
-    begun = set[int]()
     try:
         while not isinstance(piece, Answered):
             if piece is None:
                 yield ": the prompt is read\n\n"
             else:
-                yield _event(form.piece(piece, piece.number not in begun))
-                begun.add(piece.number)
+                for event in form.events(piece):
+                    yield _event(event)
             piece = await anext(pieces)
-        for number, answer in enumerate(piece.answers):
-            yield _event(form.piece(Piece(number, ""), number not in begun, answer))
-        if has_usage:
-            yield _event(form.usage(*piece))
-        yield "data: [DONE]\n\n"
+        for event in form.last(*piece):
+            yield _event(event)
+        yield form.end
     except Exception as error:
         yield _event(told(error).body())
     finally:
@@ -387,7 +393,8 @@ async def _events(
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"
 
 
 def _as_told(error: Exception) -> APIError:

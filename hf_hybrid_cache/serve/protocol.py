@@ -2,13 +2,22 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from ..chat import Answer, AnswerSettings, SettingError, Thought
@@ -17,15 +26,16 @@ from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
 from .logprobs import Piece, Told, chat_form, text_form
 
+MOST_MESSAGES = 2**14
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 _RETRY_SECONDS = 5
-_MOST_MESSAGES = 2**14
-_MOST_ANSWERS, _MOST_LOGPROBS = 8, 20
+_MOST_ANSWERS, _MOST_LOGPROBS, _MOST_STOPS = 8, 20, 64
 # Fields that are taken with their neutral value alone.
 _NEUTRAL = {
     "best_of",
     "echo",
     "logit_bias",
-    "store",
     "suffix",
     "tool_choice",
     "tools",
@@ -67,11 +77,13 @@ class _Strict(BaseModel):
 
 
 class _Part(_Strict):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
 
 
-class _Message(_Strict):
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: list[_Part] = []
     reasoning_content: str = ""
@@ -83,7 +95,7 @@ class _Message(_Strict):
         return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
     @model_validator(mode="after")
-    def _with_content(self) -> "_Message":
+    def _with_content(self) -> "Message":
         if not self.content and self.role != "assistant":
             raise ValueError("only an assistant's message may have no content")
         return self
@@ -96,7 +108,7 @@ class _Schema(_Strict):
     strict: bool = False
 
 
-class _Format(_Strict):
+class Format(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
@@ -136,12 +148,12 @@ class Request(_Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: tuple[str, ...] = Field(default=(), max_length=4)
+    stop: tuple[str, ...] = Field(default=(), max_length=_MOST_STOPS)
     drafts: int | None = None
-    response_format: _Format = _Format(type="text")
+    response_format: Format = Format(type="text")
     n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] = 1
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
-    store: Literal[False] = False
+    store: bool = False
     # Of the client's own books, of queues and caches: no answer is another one.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -197,7 +209,7 @@ class Request(_Strict):
 class ChatRequest(Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     given_top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = Field(0, validation_alias="top_logprobs")
@@ -205,7 +217,7 @@ class ChatRequest(Request):
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     template_values: dict[str, Any] = Field({}, validation_alias="chat_template_kwargs")
 
     @model_validator(mode="after")
@@ -245,10 +257,15 @@ class ChatRequest(Request):
         )
 
 
+def _only(given: Any) -> Any:
+    """Return the only one of a list, as some clients send a prompt."""
+    return given[0] if isinstance(given, list) and len(given) == 1 else given
+
+
 class TextRequest(Request):
     """`POST /v1/completions`."""
 
-    prompt: str
+    prompt: Annotated[str, BeforeValidator(_only)]
     echo: Literal[False] = False
     best_of: Literal[1] = 1
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(None, validation_alias="logprobs")
@@ -310,15 +327,18 @@ def _left_out(value: Any, place: Sequence[int | str]) -> str:
 
 class Form:
     """
-    The form of the answer to one request.
+    The form of the answer to one request, whole or as events.
 
     Args:
         model: name of the model.
         is_chat: whether it is a `ChatRequest`.
+        has_usage: whether the last event has the numbers of tokens.
     """
 
-    def __init__(self, model: str, is_chat: bool):
-        self._is_chat = is_chat
+    end = "data: [DONE]\n\n"
+
+    def __init__(self, model: str, is_chat: bool, has_usage: bool):
+        self._is_chat, self._has_usage, self._begun = is_chat, has_usage, set[int]()
         self._object, id_begin = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
         self._common = {"id": f"{id_begin}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -331,18 +351,24 @@ class Form:
             thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
             said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
             choices.append(self._choice(number, said, [token for each in own for token in each.tokens], answer))
-        return {**self._common, "object": self._object, "choices": choices} | _usage(answers, cached_tokens)
+        return {**self._common, "object": self._object, "choices": choices} | {
+            "usage": usage_of(answers, cached_tokens)
+        }
 
-    def piece(self, piece: Piece, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
-        """Return a piece of an answer; the last one has the answer that it ends."""
-        role = {"role": "assistant"} if is_first else {}
+    def events(self, piece: Piece, answer: Answer | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the event of a piece; the last one has the answer that it ends."""
+        role = {} if piece.number in self._begun else {"role": "assistant"}
+        self._begun.add(piece.number)
         name = "reasoning_content" if isinstance(piece.text, Thought) else "content"
         said = {"delta": role | ({} if answer else {name: piece.text})} if self._is_chat else {"text": piece.text}
-        return self._chunk([self._choice(piece.number, said, piece.tokens, answer)])
+        yield self._chunk([self._choice(piece.number, said, piece.tokens, answer)])
 
-    def usage(self, answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
-        """Return the piece after the last one, which has the numbers of tokens."""
-        return self._chunk([]) | _usage(answers, cached_tokens)
+    def last(self, answers: Sequence[Answer], cached_tokens: int) -> Iterator[dict[str, Any]]:
+        """Yield the events after the last piece."""
+        for number, answer in enumerate(answers):
+            yield from self.events(Piece(number, ""), answer)
+        if self._has_usage:
+            yield self._chunk([]) | {"usage": usage_of(answers, cached_tokens)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._common, "object": f"{self._object}{'.chunk' * self._is_chat}", "choices": choices}
@@ -355,7 +381,8 @@ class Form:
         return {"index": number, **said, "logprobs": told, "finish_reason": reason}
 
 
-def _usage(answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
+def usage_of(answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
+    """Return the numbers of tokens of answers to one prompt."""
     made, before = sum(len(each.token_ids) for each in answers), answers[0].prompt_tokens
     accepted = answers[0].accepted_tokens  # one of several has no drafts
     completion = {
@@ -364,4 +391,4 @@ def _usage(answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:
         "rejected_prediction_tokens": answers[0].drafted_tokens - accepted,
     }
     details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}, "completion_tokens_details": completion}
-    return {"usage": {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made} | details}
+    return {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made} | details

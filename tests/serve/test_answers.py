@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties(server
         assert_allclose(top, expected.topk(20).values, atol=1e-4)
 
 
-def test_a_stream_tells_the_tokens_of_a_whole_answer_with_the_text_that_they_begin(server: Running):
+def test_a_stream_tells_the_tokens_of_a_whole_answer_with_their_text(server: Running):
     options: dict[str, Any] = {
         "logprobs": True,
         "top_logprobs": 2,
