@@ -25,7 +25,7 @@ from .prompts import Asked
 from .settings import AnswerSettings, SettingError
 from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
 
-FinishReason = Literal["stop", "length", "context", "interrupted"]
+FinishReason = Literal["stop", "length", "context", "interrupted", "tool_calls"]
 _Job = tuple[Callable[[], None], "Future[None]"]
 _Pieces = TypeVar("_Pieces", bound=abc.Generator[Any, None, None])
 
@@ -42,7 +42,8 @@ class Answer:
         thinking_tokens: those of the thought, with its marks.
         token_ids: of the thought and the answer, with what ended it.
         finish_reason: "stop" after an end-of-text token or a text of `AnswerSettings.stop`, "length" after
-            `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked.
+            `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked,
+            "tool_calls" where the server found calls.
         prompt_tokens: tokens before the answer, those of the question among them.
         first_token_seconds: from the question to the first token, with documents that were read meanwhile.
         seconds: from the question to the last token, of all answers that were generated together.
@@ -209,10 +210,10 @@ class Generator:
         return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
 
     def _decoded(self, made: "Generation", token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without special ones, but for the marks of thoughts."""
-        if made.thought is None:
+        """Return the text of tokens without special ones, but for the marks of thoughts and calls."""
+        if made.hidden_ids is None:
             return str(self._tokenizer.decode([*token_ids], skip_special_tokens=True))
-        return str(self._tokenizer.decode([each for each in token_ids if each not in made.thought.hidden_ids]))
+        return str(self._tokenizer.decode([each for each in token_ids if each not in made.hidden_ids]))
 
     def _counted(self, made: "Generation") -> ThoughtTokens:
         return ThoughtTokens(made.thought, made.most_thinking_tokens, partial(self._decoded, made))
@@ -275,6 +276,7 @@ class Generation:
         asked: the questions.
         settings: of their answers, which are no longer than the context has room for.
         thought: form of their thoughts; `None` for none.
+        hidden_ids: special tokens that texts are without; `None` for all.
         most_thinking_tokens: of a thought, so that the context has room for the answer after it.
         most_tokens: of a thought and an answer.
         token_ids: of each answer.
@@ -290,6 +292,8 @@ class Generation:
         self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
         self.thought, self.most_thinking_tokens = asked[0].thought, 0
         self.most_tokens = self.settings.max_new_tokens
+        forms = [form for form in (self.thought, asked[0].calls) if form]
+        self.hidden_ids = frozenset.intersection(*(form.hidden_ids for form in forms)) if forms else None
         if self.thought:
             marks = self.thought.mark_tokens
             most = 0 if settings.thinking is False else settings.max_thinking_tokens
@@ -313,9 +317,9 @@ class _Streamer(TextStreamer):
     """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the first answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", made: Generation):
-        super().__init__(tokenizer, skip_special_tokens=made.thought is None)
+        super().__init__(tokenizer, skip_special_tokens=made.hidden_ids is None)
         self._made, self._pieces, self._is_prompt = made, pieces, True
-        self._hidden = made.thought.hidden_ids if made.thought else ()
+        self._hidden = made.hidden_ids or ()
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:

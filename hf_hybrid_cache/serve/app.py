@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..chat import AnswerSettings, Thought
+from ..chat import AnswerSettings, Call, Thought
 from .engine import Answered, Engine
 from .protocol import APIError, ChatRequest, Form, TextRequest, parsed
 
@@ -53,8 +53,8 @@ _LONGEST_NAME = 200
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
-# What comes of a request: text, or `None` where none has come for a while; then the end.
-_Pieces = AsyncGenerator[str | Answered | None, None]
+# What comes of a request: text and calls, or `None` where none has come for a while; then the end.
+_Pieces = AsyncGenerator[str | Call | Answered | None, None]
 
 
 class Server(uvicorn.Server):
@@ -206,6 +206,8 @@ class Server(uvicorn.Server):
             self._take(place)
             # Beside the loop, which others wait for.
             asked, ignored = await asyncio.to_thread(parsed, kind, await self._body(request), self._is_lenient)
+            if isinstance(asked, ChatRequest) and asked.tools and not self._engine.takes_tools:
+                ignored += asked.without_tools(self._is_lenient)
             if ignored:
                 self._log(f"{_clock()} ignored: {', '.join(ignored)[:_LONGEST_NAME]}")
             if asked.model:
@@ -218,13 +220,15 @@ class Server(uvicorn.Server):
             told = partial(self._as_told, request)
             events = _events(pieces, await anext(pieces), form, asked.stream_options.include_usage, told)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        texts: list[str] = []
+        texts, calls = list[str](), list[Call]()
         async for piece in pieces:
             if isinstance(piece, Answered):
                 end = piece
+            elif isinstance(piece, Call):
+                calls.append(piece)
             elif piece is not None and not isinstance(piece, Thought):
                 texts.append(piece)
-        return JSONResponse(form.whole("".join(texts), *end))
+        return JSONResponse(form.whole("".join(texts), calls, *end))
 
     def _take(self, place: contextlib.ExitStack) -> None:
         """Take a place among the requests, before anything of one is read, until `place` is closed."""
@@ -242,10 +246,10 @@ class Server(uvicorn.Server):
         place: contextlib.ExitStack,
     ) -> _Pieces:
         """Yield what comes of a request in its turn; closing the generator ends it, and its place, within a step."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[str | Answered | Exception]()
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[str | Call | Answered | Exception]()
         is_left, begun = threading.Event(), time.perf_counter()
 
-        def put(piece: str | Answered | Exception) -> None:
+        def put(piece: str | Call | Answered | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
@@ -344,7 +348,7 @@ def _cost(end: Answered, seconds: float) -> str:
 
 async def _events(
     pieces: _Pieces,
-    piece: str | Answered | None,
+    piece: str | Call | Answered | None,
     form: Form,
     has_usage: bool,
     told: Callable[[Exception], APIError],

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,11 +12,14 @@ from ..chat import (
     Answer,
     AnswerSettings,
     Asked,
+    Call,
     ChatTemplate,
+    Conversation,
     Generation,
     Generator,
     PromptError,
     SettingError,
+    Tools,
     TrackedCache,
     cache_maker,
     context_length,
@@ -26,8 +30,6 @@ from ..storage import available_host_bytes
 from ..token_ids import num_common
 from .protocol import APIError
 
-# Role and text of each message, and perhaps the thought before it.
-Messages = tuple[tuple[str, ...], ...]
 # Of the host memory that is free once the model is loaded, for caches.
 _SHARE = 4
 
@@ -58,6 +60,7 @@ class Engine:
 
     Attributes:
         context: tokens of the model's context.
+        takes_tools: whether the chat template takes functions that answers may call.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Engine:
     ):
         self._model, self._store, self._remark = model, store, remark
         self._template, self._generator = ChatTemplate(tokenizer), Generator(model, tokenizer)
+        self.takes_tools = self._template.calls is not None
         self._make, self.context = cache_maker(cache, model, bits, cpu_decode), context_length(model)
         self._most_characters = self.context * max(map(len, tokenizer.get_vocab()))
         self._details = {"cache": cache, "bits": bits}
@@ -84,10 +88,10 @@ class Engine:
         self._require_wanted: Callable[[], None] = lambda: None
 
     def answer(
-        self, prompt: Messages | str, settings: AnswerSettings, require_wanted: Callable[[], None]
-    ) -> Iterator[str | Answered]:
+        self, prompt: Conversation | str, settings: AnswerSettings, require_wanted: Callable[[], None]
+    ) -> Iterator[str | Call | Answered]:
         """
-        Yield the text of an answer in pieces, those of its thought as `Thought`, and then what is known of it.
+        Yield the text of an answer in pieces, those of its thought as `Thought`, its calls, and what is known of it.
 
         Args:
             prompt: a conversation, or a text that is used as it is.
@@ -104,7 +108,8 @@ class Engine:
         except PromptError as error:
             raise APIError(400, str(error), "invalid_prompt") from error
         except SettingError as error:
-            raise APIError(400, str(error), "invalid_value", "response_format") from error
+            name = "tools" if str(error).startswith("tools ") else "response_format"
+            raise APIError(400, str(error), "invalid_value", name) from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -112,20 +117,30 @@ class Engine:
             message = "Memory has ended, so no conversation is in memory now. Ask again, or with a shorter prompt."
             raise APIError(503, message, "out_of_memory") from error
 
-    def _answered(self, prompt: Messages | str, settings: AnswerSettings) -> Iterator[str | Answered]:
-        self._generator.forming(settings)  # what is refused is refused before anything is read
+    def _answered(self, prompt: Conversation | str, settings: AnswerSettings) -> Iterator[str | Call | Answered]:
         template = self._template.given(settings)
-        texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
+        tools, thought, calls, texts = Tools(), None, None, [prompt]
+        if isinstance(prompt, Conversation):
+            tools, thought = prompt.tools, template.thought
+            texts = [*map(str, tools.functions)]
+            texts += [text for each in prompt.messages for text in (each.content, each.thought, str(each.more or ""))]
+        if tools.functions and self._template.calls:
+            settings = self._template.calls.held(settings, tools)
+            calls = None if tools.choice == "none" else self._template.calls
+        self._generator.forming(settings)  # what is refused is refused before anything is read
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
-        token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
-        thought = None if isinstance(prompt, str) else template.thought
-        made = Generation([Asked.of("", token_ids, self.context, thought)], settings)
+        if isinstance(prompt, str):
+            token_ids, shared = template.whole_prompt(prompt)
+        else:
+            token_ids, shared = template.request(prompt.messages, tools.functions)
+        thought = calls.after(thought) if calls else thought
+        made = Generation([Asked.of("", token_ids, self.context, thought, calls)], settings)
         # A cache in memory loses what it has beside that of the prompt.
         begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
         best = max(range(len(begun)), key=begun.__getitem__, default=None)
         worth = 0 if best is None else max(0, 2 * begun[best] - self._held[best].num_tokens)
-        states = TrackedCache(self._model, self._make, lambda _: self._require_wanted())
+        states, has_called = TrackedCache(self._model, self._make, lambda _: self._require_wanted()), False
         try:
             cached = self._from_store(states, token_ids, shared, worth)
             if best is not None and cached < worth:
@@ -133,13 +148,18 @@ class Engine:
             states.read(token_ids[:-1])
             states.keep_checkpoint()
             with contextlib.closing(states.answer(self._generator, made)) as pieces:
-                for piece in pieces:
+                for piece in calls.parts(pieces, tools.names) if calls else pieces:
                     self._require_wanted()
                     if piece:
                         yield piece
+                    has_called = has_called or isinstance(piece, Call)
+                    if has_called and not tools.is_parallel:
+                        break
         finally:
             self._hold(states)
         [answer] = self._generator.answers(made)
+        if has_called and answer.finish_reason in ("stop", "interrupted"):
+            answer = replace(answer, finish_reason="tool_calls")
         yield Answered(answer, cached)
 
     def _from_store(self, states: TrackedCache, token_ids: list[int], shared: int, at_least: int) -> int:

@@ -1,5 +1,6 @@
 """Requests and answers as OpenAI's API has them (https://platform.openai.com/docs/api-reference)."""
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,7 +12,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from ..chat import Answer, AnswerSettings, SettingError, Thought
+from ..chat import (
+    Answer,
+    AnswerSettings,
+    Call,
+    Conversation,
+    Message,
+    SettingError,
+    Thought,
+    Tools,
+    arguments_text,
+)
 from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
@@ -27,8 +38,6 @@ _NEUTRAL = {
     "logprobs",
     "store",
     "suffix",
-    "tool_choice",
-    "tools",
 }
 
 
@@ -71,11 +80,58 @@ class _Part(_Strict):
     text: str
 
 
+class _Named(_Strict):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Called(_Named):
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _of_json(cls, given: str) -> str:
+        if not arguments_text(given):
+            raise ValueError("arguments must be an object, as JSON")
+        return given
+
+
+class _Call(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class _Function(_Named):
+    # Chat templates expect these two, too.
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    strict: bool = False
+
+
+class _Tool(_Strict):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Choice(_Strict):
+    type: Literal["function"]
+    function: _Named
+
+
 class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[_Part] = []
     reasoning_content: str = ""
     name: str | None = None
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -84,8 +140,12 @@ class _Message(_Strict):
 
     @model_validator(mode="after")
     def _with_content(self) -> "_Message":
-        if not self.content and self.role != "assistant":
-            raise ValueError("only an assistant's message may have no content")
+        if not self.content and self.role not in ("assistant", "tool"):
+            raise ValueError("only an assistant's or a tool's message may have no content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id goes with role 'tool', and with no other")
         return self
 
 
@@ -200,8 +260,8 @@ class ChatRequest(Request):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Literal[False] = False
-    tools: Annotated[list[Any], Field(max_length=0)] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tools: Annotated[list[_Tool], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | _Choice = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -223,14 +283,46 @@ class ChatRequest(Request):
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @model_validator(mode="after")
+    def _with_known_functions(self) -> Self:
+        names = [each.function.name for each in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError("tools has two functions of one name")
+        if (self.tool_choice == "required" and not names) or (
+            isinstance(self.tool_choice, _Choice) and self.tool_choice.function.name not in names
+        ):
+            raise ValueError("tool_choice asks for a function that tools does not have")
+        called = {call.id for each in self.messages for call in each.tool_calls}
+        if unknown := [each.tool_call_id for each in self.messages if each.tool_call_id not in {None, *called}]:
+            raise ValueError(f"no tool_calls of messages has the tool_call_id {unknown[0]!r}")
+        return self
+
+    def without_tools(self, is_lenient: bool) -> list[str]:
+        """Leave out what the chat template does not take, and return its name; raises `APIError` unless lenient."""
+        if not is_lenient:
+            message = "'tools' is not supported by the chat template: leave it out, or start the server with --lenient."
+            raise APIError(400, message, "unsupported_parameter", "tools")
+        self.tools, self.tool_choice = [], "auto"
+        return ["tools"]
+
     @property
-    def prompt(self) -> tuple[tuple[str, str, str], ...]:
-        """Role, text and thought of each message; what OpenAI calls developer is system in chat templates."""
-        roles = {"developer": "system"}
-        return tuple(
-            (roles.get(each.role, each.role), "\n".join(part.text for part in each.content), each.reasoning_content)
-            for each in self.messages
+    def prompt(self) -> Conversation:
+        """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
+        roles, names = (
+            {"developer": "system"},
+            {call.id: call.function.name for m in self.messages for call in m.tool_calls},
         )
+        messages = []
+        for each in self.messages:
+            more: dict[str, Any] = {"tool_calls": [call.given for call in each.tool_calls]} if each.tool_calls else {}
+            if each.tool_call_id is not None:
+                more = {"tool_call_id": each.tool_call_id, "name": names[each.tool_call_id]}
+            content = "\n".join(part.text for part in each.content)
+            messages.append(Message(roles.get(each.role, each.role), content, each.reasoning_content, more))
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        functions = tuple(each.model_dump(exclude={"function": {"strict"}}) for each in self.tools)
+        strict = frozenset(each.function.name for each in self.tools if each.function.strict)
+        return Conversation(tuple(messages), Tools(functions, choice, strict, self.parallel_tool_calls))
 
 
 class TextRequest(Request):
@@ -309,17 +401,19 @@ class Form:
         self._object, id_begin = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
         self._common = {"id": f"{id_begin}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, answer: Answer, cached_tokens: int) -> dict[str, Any]:
+    def whole(self, text: str, calls: Sequence[Call], answer: Answer, cached_tokens: int) -> dict[str, Any]:
         """Return a whole answer, of whose prompt some tokens were not computed."""
         thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
-        said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
+        called = {"content": text or None, "tool_calls": [*map(_called, calls)]} if calls else {"content": text}
+        said = {"message": {"role": "assistant"} | called | thought} if self._is_chat else {"text": text}
         return self._formed(self._object, said, answer) | _usage(answer, cached_tokens)
 
-    def piece(self, text: str, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
+    def piece(self, text: str | Call, is_first: bool, answer: Answer | None = None) -> dict[str, Any]:
         """Return a piece of an answer; the last one has the answer that it ends."""
         role = {"role": "assistant"} if is_first else {}
         name = "reasoning_content" if isinstance(text, Thought) else "content"
-        said = {"delta": role | ({} if answer else {name: text})} if self._is_chat else {"text": text}
+        told = {"tool_calls": [_called(text) | {"index": text.index}]} if isinstance(text, Call) else {name: text}
+        said = {"delta": role | ({} if answer else told)} if self._is_chat else {"text": text}
         return self._formed(f"{self._object}{'.chunk' * self._is_chat}", said, answer)
 
     def usage(self, answer: Answer, cached_tokens: int) -> dict[str, Any]:
@@ -327,9 +421,13 @@ class Form:
         return self.piece("", False) | {"choices": []} | _usage(answer, cached_tokens)
 
     def _formed(self, kind: str, said: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
-        reason = answer and ("stop" if answer.finish_reason == "stop" else "length")
+        reason = answer and (answer.finish_reason if answer.finish_reason in ("stop", "tool_calls") else "length")
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
         return {**self._common, "object": kind, "choices": [choice]}
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _usage(answer: Answer, cached_tokens: int) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from starlette.requests import ClientDisconnect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
-from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.chat import AnswerSettings, Conversation, Message
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from serve.running import DOCUMENT, KEY, Running, cached, generated, serving, user
 
+from chat.calls import function
 from chat.thoughts import tokenizer_of
 from common.soak import count, search_at_random
 from models.byte_tokenizer import byte_tokenizer, model_in
@@ -202,7 +203,7 @@ def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_pa
     if what == "is gone":
         shutil.rmtree(tmp_path / "store")
     answer, expected = AnswerSettings(max_new_tokens=3), generated(str(folder), DOCUMENT, max_new_tokens=3)
-    for prompt in (DOCUMENT, DOCUMENT, (("user", DOCUMENT),)):
+    for prompt in (DOCUMENT, DOCUMENT, Conversation((Message("user", DOCUMENT),))):
         *texts, end = engine.answer(prompt, answer, lambda: None)
         assert isinstance(end, Answered)
         assert isinstance(prompt, tuple) or "".join(map(str, texts)) == expected
@@ -293,9 +294,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     *(
         (asking(fields), 404 if "model" in fields else 400, message)
         for fields, message in [
-            ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out, or"),
+            ({"tools": [function("search")]}, "'tools' is not supported by the chat template: leave it out, or start"),
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'messages.0.content.0.type' is wrong"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "'messages.0.role' is wrong"),
+            ({"messages": [{"role": "function", "content": "x"}]}, "'messages.0.role' is wrong"),
             ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
             ({"presence_penalty": 3, "stream": True}, "presence_penalty must be from -2 to 2"),
             ({"messages": [user("x" * 9000)], "stream": True}, "the model's context is 8,192"),
@@ -303,7 +304,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
             ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
             ({"model": "gpt"}, "There is no model 'gpt'"),
             ({"min_tokens": 3}, "'min_tokens' is not supported: leave it out, or start the server with --lenient."),
-            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's message may have no content"),
+            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's or a tool's message may"),
             ({"temperature": 2.1}, "'temperature' is wrong: Input should be less than or equal to 2"),
             ({"chat_template_kwargs": {"chat_template": "x"}}, "has no place for chat_template"),
         ]
@@ -349,12 +350,12 @@ def test_fields_are_taken_where_they_change_nothing_or_are_done(server: Running)
 def test_what_is_not_supported_is_left_out_by_a_lenient_server_and_logged(model: Path):
     asked = [{**user("Who?"), "weight": 1}]
     with serving(model, "--lenient") as server:
-        answer = server.ask(asked, tools=[{"type": "function"}], n=2, extra_body={"min_tokens": 3, "mirostat": 2})
+        answer = server.ask(asked, tools=[function("x")], n=2, extra_body={"min_tokens": 3, "mirostat": 2})
         assert answer.choices[0].message.content == generated(server.model, [user("Who?")])
         with pytest.raises(openai.BadRequestError, match="top_p must be above 0"):
             server.ask([user("Who?")], temperature=1.0, top_p=3, n=2)
         said = server.log()
-    assert "ignored: n, messages.0.weight, tools, min_tokens, mirostat" in said
+    assert "ignored: n, messages.0.weight, min_tokens, mirostat, tools" in said
     tokens, known = cached(answer)
     assert re.search(
         rf"\d\d:\d\d:\d\d /v1/chat/completions 200: {tokens} tokens, {known} of them cached, 12 generated, [\d.]+ s\n",
