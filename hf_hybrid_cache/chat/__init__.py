@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .tools import Call as Call
     from .tools import Conversation as Conversation
     from .tools import Message as Message
-    from .tools import Tools as Tools
     from .tools import arguments_text as arguments_text
     from .tracked_cache import CACHES as CACHES
     from .tracked_cache import TrackedCache as TrackedCache
@@ -49,7 +48,7 @@ __getattr__, __all__ = lazy_names(
         ),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
         "thinking": ("Thought",),
-        "tools": ("Call", "Conversation", "Message", "Tools", "arguments_text"),
+        "tools": ("Call", "Conversation", "Message", "arguments_text"),
         "tracked_cache": ("CACHES", "TrackedCache", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },
 )

@@ -210,10 +210,10 @@ class Generator:
         return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
 
     def _decoded(self, made: "Generation", token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without special ones, but for the marks of thoughts and calls."""
-        if made.hidden_ids is None:
+        """Return the text of tokens without special ones, but for the marks of thoughts."""
+        if made.thought is None:
             return str(self._tokenizer.decode([*token_ids], skip_special_tokens=True))
-        return str(self._tokenizer.decode([each for each in token_ids if each not in made.hidden_ids]))
+        return str(self._tokenizer.decode([each for each in token_ids if each not in made.thought.hidden_ids]))
 
     def _counted(self, made: "Generation") -> ThoughtTokens:
         return ThoughtTokens(made.thought, made.most_thinking_tokens, partial(self._decoded, made))
@@ -276,7 +276,6 @@ class Generation:
         asked: the questions.
         settings: of their answers, which are no longer than the context has room for.
         thought: form of their thoughts; `None` for none.
-        hidden_ids: special tokens that texts are without; `None` for all.
         most_thinking_tokens: of a thought, so that the context has room for the answer after it.
         most_tokens: of a thought and an answer.
         token_ids: of each answer.
@@ -292,8 +291,6 @@ class Generation:
         self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
         self.thought, self.most_thinking_tokens = asked[0].thought, 0
         self.most_tokens = self.settings.max_new_tokens
-        forms = [form for form in (self.thought, asked[0].calls) if form]
-        self.hidden_ids = frozenset.intersection(*(form.hidden_ids for form in forms)) if forms else None
         if self.thought:
             marks = self.thought.mark_tokens
             most = 0 if settings.thinking is False else settings.max_thinking_tokens
@@ -317,9 +314,9 @@ class _Streamer(TextStreamer):
     """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the first answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", made: Generation):
-        super().__init__(tokenizer, skip_special_tokens=made.hidden_ids is None)
+        super().__init__(tokenizer, skip_special_tokens=made.thought is None)
         self._made, self._pieces, self._is_prompt = made, pieces, True
-        self._hidden = made.hidden_ids or ()
+        self._hidden = made.thought.hidden_ids if made.thought else ()
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:

@@ -4,7 +4,8 @@ import inspect
 import re
 import uuid
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,31 +129,22 @@ class Asked:
         token_ids: of the whole prompt.
         room: tokens of the model's context that are left for an answer.
         thought: form of the thought before the answer; `None` for none.
-        calls: form of the calls in it; `None` for none.
     """
 
     question: str
     token_ids: list[int]
     room: int
     thought: ThoughtForm | None = None
-    calls: CallForm | None = None
 
     @classmethod
-    def of(
-        cls,
-        question: str,
-        token_ids: list[int],
-        context: int,
-        thought: ThoughtForm | None = None,
-        calls: CallForm | None = None,
-    ) -> Self:
+    def of(cls, question: str, token_ids: list[int], context: int, thought: ThoughtForm | None = None) -> Self:
         """Return a question in a context of so many tokens; raises `PromptError` if it has no room for an answer."""
         if len(token_ids) >= context:
             raise PromptError(
                 f"The prompt has {len(token_ids):,} tokens, and the model's context is {context:,}: no room is left "
                 "for an answer."
             )
-        return cls(question, token_ids, context - len(token_ids), thought, calls)
+        return cls(question, token_ids, context - len(token_ids), thought)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -195,7 +187,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None):
         self.tokenizer, self.system = tokenizer, system
         self._values: dict[str, Any] = {}  # of variables of the template
-        self._tools: Sequence[dict[str, Any]] = ()
         # No text has them, because nobody knows them: a place in a conversation, and texts of special tokens.
         self._place, self._mark = uuid.uuid4().hex, uuid.uuid4().hex
         self._special = {id: each for id, each in tokenizer.added_tokens_decoder.items() if each.special}
@@ -271,21 +262,17 @@ class ChatTemplate:
 
     @cached_property
     def calls(self) -> CallForm | None:
-        """The form of calls, as the template writes made-up ones; `None` where it takes no functions."""
+        """The form of calls of functions; `None` where the template takes none, or writes no JSON of them."""
         usual = copy(self)
         usual._values = {}
 
-        def written(messages: Sequence[Message], tools: Sequence[dict[str, Any]], is_asked: bool) -> str:
-            usual._tools = tools
-            try:
-                return usual._rendered(messages, is_asked)
-            except PromptError:
-                return ""
+        def written(messages: Sequence[Message], functions: Sequence[dict[str, Any]], is_asked: bool = False) -> str:
+            with suppress(PromptError):
+                return usual._rendered(messages, is_asked, functions)
+            return ""
 
-        if not self.tokenizer.chat_template:
-            return None
         tokens = {each.content: id for id, each in self.tokenizer.added_tokens_decoder.items()}
-        return call_form(written, self.thought, tokens, self._ids_by_text)
+        return call_form(written, self.thought, tokens, self._ids_by_text) if self.tokenizer.chat_template else None
 
     def answer_tokens(self, settings: AnswerSettings, context: int) -> int:
         """Return the tokens that are left to an answer, and to its thought, which has less room in a short context."""
@@ -338,7 +325,7 @@ class ChatTemplate:
         These are the tokens up to the last blank line of the last message, or up to this message.
 
         Args:
-            messages: each as `Message` has it, or its first values.
+            messages: the first fields of a `Message` each.
             functions: that may be called, as OpenAI's API has them.
 
         Raises:
@@ -346,13 +333,10 @@ class ChatTemplate:
         """
         if not self.tokenizer.chat_template:
             raise PromptError("The model has no chat template.")
-        template = copy(self)
-        template._tools = functions
-        *before, last = map(
-            self.calls.given if functions and self.calls else Message._make, (Message(*each) for each in messages)
-        )
-        text = template._rendered([*before, last])
-        start = max(0, template._rendered([*before, last._replace(content=self._place)]).rfind(self._place))
+        *before, last = (Message(*each) for each in messages)
+        text = self._rendered([*before, last], functions=functions)
+        without = self._rendered([*before, last._replace(content=self._place)], functions=functions)
+        start = max(0, without.rfind(self._place))
         shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last.content).strip())) + 2)
         token_ids, starts = self._encoded(text)
         return token_ids, _tokens_within(starts, len(self._plain(text[:shared])))
@@ -427,19 +411,19 @@ class ChatTemplate:
         del messages[len(turns) :]
         return self._rendered(messages if self.system is None else [("system", self.system), *messages])
 
-    def _rendered(self, messages: Sequence[tuple[Any, ...]], is_asked: bool = True) -> str:
+    def _rendered(
+        self, messages: Sequence[tuple[Any, ...]], is_asked: bool = True, functions: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """Return what the chat template makes of messages, see `request`, with marks, see `_as_text`."""
         given = [
-            {"role": role, "content": self._as_text(content)}
-            | dict.fromkeys(_THOUGHTS if thought else (), self._as_text(thought))
-            | self._as_texts(more)
+            {"role": role, "content": content, **dict.fromkeys(_THOUGHTS if thought else (), thought), **more}
             for role, content, thought, more in (Message(*each) for each in messages)
         ]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    given,
-                    tools=self._as_texts(self._tools) or None,
+                    self._as_texts(given),
+                    tools=self._as_texts(functions) or None,
                     tokenize=False,
                     add_generation_prompt=is_asked,
                     **self._values,
@@ -456,8 +440,8 @@ class ChatTemplate:
 
     def _as_texts(self, value: Any) -> Any:
         """Return a value of JSON with marks in its texts, see `_as_text`."""
-        if isinstance(value, Mapping):
-            return {self._as_text(key): self._as_texts(each) for key, each in value.items()}
+        if isinstance(value, dict):
+            return {self._as_text(name): self._as_texts(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return [*map(self._as_texts, value)]
         return self._as_text(value) if isinstance(value, str) else value

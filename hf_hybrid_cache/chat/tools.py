@@ -24,15 +24,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Message(NamedTuple):
-    """
-    A message of a conversation.
-
-    Attributes:
-        role: of who says it.
-        content: its text.
-        thought: before an answer.
-        more: of what the chat template is given, such as `tool_calls`, with arguments that are objects.
-    """
+    """A message: who says it, its text, the thought before an answer, and what else a chat template takes of it."""
 
     role: str
     content: str
@@ -40,17 +32,19 @@ class Message(NamedTuple):
     more: Mapping[str, Any] = {}
 
 
-class Tools(NamedTuple):
+class Conversation(NamedTuple):
     """
-    The functions that an answer may call.
+    Messages, and the functions that the answer to them may call.
 
     Attributes:
+        messages: the messages.
         functions: as OpenAI's API has them, with parameters.
         choice: "auto", "none", "required", or the name of the function that must be called.
-        strict: names of those whose arguments are held to their schema, even if none must be called.
+        strict: names of those whose arguments have the form of their parameters, even if none must be called.
         is_parallel: whether an answer may have several calls.
     """
 
+    messages: tuple[Message, ...]
     functions: tuple[dict[str, Any], ...] = ()
     choice: str = "auto"
     strict: frozenset[str] = frozenset()
@@ -60,13 +54,6 @@ class Tools(NamedTuple):
     def names(self) -> list[str]:
         """The names of the functions."""
         return [each["function"]["name"] for each in self.functions]
-
-
-class Conversation(NamedTuple):
-    """Messages, and the functions that the answer to them may call."""
-
-    messages: tuple[Message, ...]
-    tools: Tools = Tools()
 
 
 @dataclass(frozen=True)
@@ -102,10 +89,9 @@ class CallForm:
         marks: begin a call. An empty one stands for the beginning of an answer.
         closes: marks that may follow a call.
         skipped: marks that are of no text.
-        has_text: whether the template takes arguments as JSON text, and not as an object.
         made_up: the id in these texts.
         tokens: that are added to the tokenizer's vocabulary, by their texts.
-        hidden_ids: special tokens that are of none of the marks.
+        hidden_ids: special tokens that are of no mark before a call's arguments.
     """
 
     begin: str
@@ -117,45 +103,41 @@ class CallForm:
     marks: frozenset[str]
     closes: frozenset[str]
     skipped: frozenset[str]
-    has_text: bool
     made_up: str
     tokens: Mapping[str, int]
     hidden_ids: frozenset[int]
 
-    def after(self, thought: ThoughtForm | None) -> ThoughtForm | None:
-        """Return the form of a thought that a call may follow, and not only the mark that begins an answer."""
-        if thought is None or not thought.answer:
-            return thought
+    def after(self, thought: ThoughtForm | None) -> ThoughtForm:
+        """Return the form of a thought, or of none, that a call may follow as well as an answer."""
+        if thought is None:
+            return ThoughtForm("", "", "", False, (), (), (), self.hidden_ids)
         size = len(thought.answer_ids)
-        end_ids = thought.end_ids[:-size] if thought.end_ids[-size:] == thought.answer_ids else thought.end_ids
-        return replace(thought, end=_end_of(thought), end_ids=end_ids, answer="", answer_ids=())
+        cuts = size and thought.end_ids[-size:] == thought.answer_ids
+        return replace(
+            thought,
+            end=_end_of(thought),
+            end_ids=thought.end_ids[:-size] if cuts else thought.end_ids,
+            answer="",
+            answer_ids=(),
+            hidden_ids=thought.hidden_ids & self.hidden_ids,
+        )
 
-    def given(self, message: Message) -> Message:
-        """Return a message as the template takes it."""
-        if not self.has_text or "tool_calls" not in message.more:
-            return message
-        calls = []
-        for call in message.more["tool_calls"]:
-            function = call["function"]
-            calls.append(call | {"function": function | {"arguments": _text(function["arguments"])}})
-        return message._replace(more={**message.more, "tool_calls": calls})
-
-    def held(self, settings: AnswerSettings, tools: Tools) -> AnswerSettings:
+    def held(self, settings: AnswerSettings, asked: Conversation) -> AnswerSettings:
         """
-        Return settings that hold an answer to the calls that it must have, or to none, or to those of a strict schema.
+        Return settings that hold an answer to the calls that it must have, to none, or to those of a strict function.
 
         Raises:
-            SettingError: answers cannot be held to the schema of a function.
+            SettingError: answers cannot be held to the parameters of a function.
         """
-        if tools.choice == "none":
+        if asked.choice == "none":
             return settings if settings.form else replace(settings, grammar=self._no_calls())
-        is_forced = tools.choice != "auto"
-        if not (is_forced or settings.schema or tools.strict):
+        is_forced = asked.choice != "auto"
+        if not (is_forced or settings.schema or asked.strict):
             return settings
         rules = list[str]()
-        for function in (each["function"] for each in tools.functions):
-            if tools.choice in ("auto", "required", function["name"]):
-                is_held = is_forced or function["name"] in tools.strict
+        for function in (each["function"] for each in asked.functions):
+            if asked.choice in ("auto", "required", function["name"]):
+                is_held = is_forced or function["name"] in asked.strict
                 name = " ".join(self._symbols(function["name"] + self.middle))
                 schema = {"type": "object"} | (function["parameters"] if is_held else {})
                 try:
@@ -164,7 +146,7 @@ class CallForm:
                     raise SettingError(f"tools has {function['name']!r}, whose schema {error}") from error
                 rules.append(f"call{len(rules)}: {name} {json_rule(schema)}")
         call = f"({' | '.join(f'call{number}' for number in range(len(rules)))})"
-        if tools.is_parallel and self.between is not None:
+        if asked.is_parallel and self.between is not None:
             call += f" ({' '.join(self._symbols(self.between))} {call})*"
         first, *begin = self._symbols(self.begin)
         *end, last = ["", *self._symbols(self.end)]
@@ -284,8 +266,8 @@ def call_form(
     Find the form of calls, by made-up ones.
 
     Args:
-        written: makes text of messages, `tools`, and whether an answer is asked for; an empty one where the chat
-            template refuses them.
+        written: makes text of messages and functions, and of whether an answer is asked for; an empty one where the
+            chat template refuses them.
         thought: form of the thought before an answer.
         tokens: that are added to the tokenizer's vocabulary, by their texts.
         special: those of them that texts are without.
@@ -298,22 +280,17 @@ def call_form(
     properties = {key: {"type": "string", "description": "A text."}}
     schema = {"type": "object", "properties": properties, "required": [key]}
     tools = [{"type": "function", "function": {"name": name, "description": "Made up.", "parameters": schema}}]
-    asked, has_text = Message("user", place), False
+    asked = Message("user", place)
 
     def turn(content: str, *names: str) -> str:
-        given = _text(arguments) if has_text else arguments
-        functions = [{"name": each, "arguments": given} for each in names]
+        functions = [{"name": each, "arguments": arguments} for each in names]
         calls = [{"id": made_up, "type": "function", "function": each} for each in functions]
         answer = Message("assistant", content, "", {"tool_calls": calls} if calls else {})
-        return written([asked, answer], tools, False).rpartition(place)[2]
+        return written([asked, answer], tools).rpartition(place)[2]
 
     prompt = written([asked], tools, True)
     whole = turn("", name)
     found = _around(whole, [name], arguments)
-    if not found:
-        has_text = True
-        whole = turn("", name)
-        found = _around(whole, [name], arguments)
     before = prompt.rpartition(place)[2]
     if thought and thought.is_open:
         before = before.rstrip().removesuffix(thought.begin)
@@ -352,7 +329,7 @@ def call_form(
         else:
             between = None
     skipped = {answer, *(_HEADER if _CHANNEL in middle else ())} - {""}
-    shown = "".join((begin, middle, between or "", *end, *skipped))
+    shown = "".join((begin, middle, *skipped))
     return CallForm(
         begin=begin,
         middle=middle,
@@ -363,7 +340,6 @@ def call_form(
         marks=frozenset(marks),
         closes=frozenset(filter(None, map(str.strip, closes))),
         skipped=frozenset(skipped),
-        has_text=has_text,
         made_up=made_up,
         tokens=tokens,
         hidden_ids=frozenset(id for text, id in special.items() if text not in shown),

@@ -19,7 +19,6 @@ from ..chat import (
     Generator,
     PromptError,
     SettingError,
-    Tools,
     TrackedCache,
     cache_maker,
     context_length,
@@ -119,23 +118,21 @@ class Engine:
 
     def _answered(self, prompt: Conversation | str, settings: AnswerSettings) -> Iterator[str | Call | Answered]:
         template = self._template.given(settings)
-        tools, thought, calls, texts = Tools(), None, None, [prompt]
-        if isinstance(prompt, Conversation):
-            tools, thought = prompt.tools, template.thought
-            texts = [*map(str, tools.functions)]
-            texts += [text for each in prompt.messages for text in (each.content, each.thought, str(each.more or ""))]
-        if tools.functions and self._template.calls:
-            settings = self._template.calls.held(settings, tools)
-            calls = None if tools.choice == "none" else self._template.calls
+        asked = Conversation(()) if isinstance(prompt, str) else prompt
+        calls = self._template.calls if asked.functions else None
+        settings = calls.held(settings, asked) if calls else settings
         self._generator.forming(settings)  # what is refused is refused before anything is read
+        parts = (part for _, *parts in asked.messages for part in parts if part)
+        texts = [prompt] if isinstance(prompt, str) else [*map(str, (*asked.functions, *parts))]
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
         if isinstance(prompt, str):
-            token_ids, shared = template.whole_prompt(prompt)
+            (token_ids, shared), thought = template.whole_prompt(prompt), None
         else:
-            token_ids, shared = template.request(prompt.messages, tools.functions)
+            (token_ids, shared), thought = template.request(prompt.messages, prompt.functions), template.thought
+        calls = None if asked.choice == "none" else calls
         thought = calls.after(thought) if calls else thought
-        made = Generation([Asked.of("", token_ids, self.context, thought, calls)], settings)
+        made = Generation([Asked.of("", token_ids, self.context, thought)], settings)
         # A cache in memory loses what it has beside that of the prompt.
         begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
         best = max(range(len(begun)), key=begun.__getitem__, default=None)
@@ -148,12 +145,12 @@ class Engine:
             states.read(token_ids[:-1])
             states.keep_checkpoint()
             with contextlib.closing(states.answer(self._generator, made)) as pieces:
-                for piece in calls.parts(pieces, tools.names) if calls else pieces:
+                for piece in calls.parts(pieces, asked.names) if calls else pieces:
                     self._require_wanted()
                     if piece:
                         yield piece
                     has_called = has_called or isinstance(piece, Call)
-                    if has_called and not tools.is_parallel:
+                    if has_called and not asked.is_parallel:
                         break
         finally:
             self._hold(states)

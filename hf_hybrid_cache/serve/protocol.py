@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
@@ -20,13 +20,13 @@ from ..chat import (
     Message,
     SettingError,
     Thought,
-    Tools,
     arguments_text,
 )
 from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
 
+_Kind = TypeVar("_Kind", bound=BaseModel)
 _RETRY_SECONDS = 5
 _MOST_MESSAGES = 2**14
 # Fields that are taken with their neutral value alone.
@@ -85,27 +85,14 @@ class _Named(_Strict):
 
 
 class _Called(_Named):
-    arguments: str
+    arguments: dict[str, Any]
 
-    @field_validator("arguments")
+    @field_validator("arguments", mode="before")
     @classmethod
-    def _of_json(cls, given: str) -> str:
-        if not arguments_text(given):
+    def _of_json(cls, given: Any) -> Any:
+        if not (text := arguments_text(given)):
             raise ValueError("arguments must be an object, as JSON")
-        return given
-
-
-class _Call(_Strict):
-    id: str
-    type: Literal["function"] = "function"
-    function: _Called
-    index: int | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": self.type, "function": function}
+        return json.loads(text)
 
 
 class _Function(_Named):
@@ -115,14 +102,14 @@ class _Function(_Named):
     strict: bool = False
 
 
-class _Tool(_Strict):
-    type: Literal["function"]
-    function: _Function
+class _Of(_Strict, Generic[_Kind]):
+    type: Literal["function"] = "function"
+    function: _Kind
 
 
-class _Choice(_Strict):
-    type: Literal["function"]
-    function: _Named
+class _Call(_Of[_Called]):
+    id: str
+    index: int | None = None
 
 
 class _Message(_Strict):
@@ -260,8 +247,8 @@ class ChatRequest(Request):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Literal[False] = False
-    tools: Annotated[list[_Tool], Field(max_length=128)] = []
-    tool_choice: Literal["none", "auto", "required"] | _Choice = "auto"
+    tools: Annotated[list[_Of[_Function]], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | _Of[_Named] = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -289,7 +276,7 @@ class ChatRequest(Request):
         if len({*names}) < len(names):
             raise ValueError("tools has two functions of one name")
         if (self.tool_choice == "required" and not names) or (
-            isinstance(self.tool_choice, _Choice) and self.tool_choice.function.name not in names
+            isinstance(self.tool_choice, _Of) and self.tool_choice.function.name not in names
         ):
             raise ValueError("tool_choice asks for a function that tools does not have")
         called = {call.id for each in self.messages for call in each.tool_calls}
@@ -308,13 +295,12 @@ class ChatRequest(Request):
     @property
     def prompt(self) -> Conversation:
         """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
-        roles, names = (
-            {"developer": "system"},
-            {call.id: call.function.name for m in self.messages for call in m.tool_calls},
-        )
-        messages = []
+        roles, messages, names = {"developer": "system"}, list[Message](), dict[str | None, str]()
         for each in self.messages:
-            more: dict[str, Any] = {"tool_calls": [call.given for call in each.tool_calls]} if each.tool_calls else {}
+            more = each.model_dump(
+                include={"tool_calls": {"__all__": {"id", "type", "function"}}}, exclude_defaults=True
+            )
+            names |= {call.id: call.function.name for call in each.tool_calls}
             if each.tool_call_id is not None:
                 more = {"tool_call_id": each.tool_call_id, "name": names[each.tool_call_id]}
             content = "\n".join(part.text for part in each.content)
@@ -322,7 +308,7 @@ class ChatRequest(Request):
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         functions = tuple(each.model_dump(exclude={"function": {"strict"}}) for each in self.tools)
         strict = frozenset(each.function.name for each in self.tools if each.function.strict)
-        return Conversation(tuple(messages), Tools(functions, choice, strict, self.parallel_tool_calls))
+        return Conversation(tuple(messages), functions, choice, strict, self.parallel_tool_calls)
 
 
 class TextRequest(Request):

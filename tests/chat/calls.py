@@ -25,7 +25,6 @@ class Form:
         thought: before the last answer.
         special: tokens that a tokenizer leaves out of a text.
         tokens: others that are one token.
-        has_text: whether it takes arguments as text.
         has_one: whether it refuses several calls.
     """
 
@@ -39,15 +38,14 @@ class Form:
     thought: str = ""
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
     tokens: tuple[str, ...] = ()
-    has_text: bool = False
     has_one: bool = False
 
     @property
     def template(self) -> str:
         """The template: functions, and messages of all roles, with their calls."""
         begin, mark, end = self.turn
-        arguments = "{{ call.function.arguments }}" if self.has_text else "{{ call.function.arguments | tojson }}"
-        call = self.name + "{{ call.function.name }}" + self.arguments + arguments + self.call
+        arguments = self.arguments + "{{ call.function.arguments | tojson }}"
+        call = self.name + "{{ call.function.name }}" + arguments + self.call
         return "".join(
             (
                 "{% if tools %}{{ tools | tojson }}\n{% endif %}",
@@ -82,9 +80,7 @@ FORMS = {
         thought="<think>\n{{ m.thinking }}\n</think>\n\n",
         tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"),
     ),
-    "Hermes, of many tokens": Form(
-        "", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "{{ '\\n' }}", has_text=True
-    ),
+    "Hermes, of many tokens": Form("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "{{ '\\n' }}"),
     # meta-llama/Llama-3.2-3B-Instruct
     "Llama": Form("", '{"name": "', '", "parameters": ', "}", has_one=True),
     # mistralai/Mistral-Nemo-Instruct-2407

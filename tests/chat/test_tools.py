@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hf_hybrid_cache.chat import AnswerSettings, Call, ChatTemplate, Message, SettingError, Tools
+from hf_hybrid_cache.chat import AnswerSettings, Call, ChatTemplate, Conversation, Message, SettingError
 from hf_hybrid_cache.chat.tools import CallForm
 
 from chat import thoughts
@@ -56,7 +56,7 @@ def read(name: str, pieces: Iterable[str], names: list[str] = NAMES) -> tuple[st
 def written(name: str, calls: list[tuple[str, Any]]) -> str:
     """Return an answer with calls as the template writes it, without what ends it."""
     form, tokenizer = FORMS[name], tokenizer_of(name)
-    given = [called("abcdef012", each, json.dumps(value) if form.has_text else value) for each, value in calls]
+    given = [called("abcdef012", each, value) for each, value in calls]
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": given}]
     before, whole = (
         tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=end == 1) for end in (1, 2)
@@ -131,12 +131,12 @@ def test_special_tokens_in_functions_calls_and_results_are_texts():
 
 def test_what_holds_answers_to_calls_is_what_was_asked():
     form, free = form_of("Hermes"), AnswerSettings()
-    functions = (function("get", a={"type": "integer"}), function("put"))
-    assert form.held(free, Tools(functions)) == free
-    named = form.held(free, Tools(functions, "put")).grammar or ""
+    asked = Conversation((), (function("get", a={"type": "integer"}), function("put")))
+    assert form.held(free, asked) == free
+    named = form.held(free, asked._replace(choice="put")).grammar or ""
     assert "put" in named
     assert "get" not in named
-    wrong = function("get", a={"not": {"type": "string"}})
-    for tools in Tools((wrong,), "required"), Tools((wrong,), strict=frozenset({"get"})):
+    wrong = Conversation((), (function("get", a={"not": {"type": "string"}}),))
+    for asked in wrong._replace(choice="required"), wrong._replace(strict=frozenset({"get"})):
         with pytest.raises(SettingError, match=r"tools has 'get', whose schema .* Unimplemented keys"):
-            form.held(free, tools)
+            form.held(free, asked)

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_hybrid_cache import PrefixStore
-from hf_hybrid_cache.chat import Answer, AnswerSettings, Call, Conversation, Message, Thought, Tools
+from hf_hybrid_cache.chat import Answer, AnswerSettings, Call, Conversation, Message, Thought
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from serve.running import DOCUMENT, Running, cached, serving, user
 
@@ -59,58 +59,57 @@ class Asking:
             self.model, self.tokenizer, store, memory_bytes=None, remark=lambda _: None, cache="dynamic"
         )
 
-    def ask(
-        self, messages: Sequence[Message], tools: Tools, settings: AnswerSettings = SETTINGS
-    ) -> tuple[str, list[Call], Answer, int]:
+    def ask(self, asked: Conversation, settings: AnswerSettings = SETTINGS) -> tuple[str, list[Call], Answer, int]:
         """Return the text of an answer, its calls, the answer, and how many tokens of the prompt were not computed."""
-        *pieces, end = self._engine.answer(Conversation(tuple(messages), tools), settings, lambda: None)
+        *pieces, end = self._engine.answer(asked, settings, lambda: None)
         assert isinstance(end, Answered)
         text = "".join(each for each in pieces if isinstance(each, str) and not isinstance(each, Thought))
         return text, [each for each in pieces if isinstance(each, Call)], *end
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def prompt(self, asked: Conversation) -> list[int]:
         """Return the prompt as the tokenizer itself makes it."""
-        given = [{"role": each.role, "content": each.content, **each.more} for each in messages]
+        given = [{"role": each.role, "content": each.content, **each.more} for each in asked.messages]
         ids = self.tokenizer.apply_chat_template(
-            given, tools=[*tools.functions], add_generation_prompt=True, return_dict=False
+            given, tools=[*asked.functions], add_generation_prompt=True, return_dict=False
         )
         return list(ids)
 
 
-def in_turn(call: Call, result: str) -> list[Message]:
+def in_turn(call: Call, result: str) -> tuple[Message, ...]:
     """Return the messages of a call and its result."""
     given = called(call.id, call.name, json.loads(call.arguments))
     answer = Message("assistant", "", "", {"tool_calls": [given]})
-    return [answer, Message("tool", result, "", {"tool_call_id": call.id, "name": call.name})]
+    return answer, Message("tool", result, "", {"tool_call_id": call.id, "name": call.name})
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_is_forced_and_its_result_goes_back_in(name: str, tmp_path: Path):
-    asking, tools = Asking(name, tmp_path), Tools((WEATHER, SEARCH), "required", is_parallel=False)
-    asked = [Message("user", ASKED[0]["content"])]
-    text, [call], answer, _ = asking.ask(asked, tools)
-    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools.functions}
+    asking = Asking(name, tmp_path)
+    asked = Conversation(
+        (Message("user", ASKED[0]["content"]),), (WEATHER, SEARCH), choice="required", is_parallel=False
+    )
+    text, [call], answer, _ = asking.ask(asked)
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in asked.functions}
     jsonschema.validate(json.loads(call.arguments), schemas[call.name])
-    assert (text, answer.finish_reason, answer.prompt_tokens) == ("", "tool_calls", len(asking.prompt(asked, tools)))
+    before = asking.prompt(asked)
+    assert (text, answer.finish_reason, answer.prompt_tokens) == ("", "tool_calls", len(before))
 
-    talk = [*asked, *in_turn(call, "It rains.")]
-    text, calls, answer, computed = asking.ask(talk, tools._replace(choice="none"))
-    assert text
-    assert not calls
+    asked = asked._replace(messages=asked.messages + in_turn(call, "It rains."))
+    text, calls, answer, computed = asking.ask(asked._replace(choice="none"))
+    assert (calls, answer.prompt_tokens) == ([], len(asking.prompt(asked)))
     assert answer.finish_reason in ("stop", "length")
-    if not FORMS[name].has_text:
-        assert answer.prompt_tokens == len(asking.prompt(talk, tools))
+    assert text
     # All but the call is the prompt of before.
-    assert computed >= len(asking.prompt(asked, tools)) - 10
+    assert computed >= len(before) - 10
 
-    _, [call], _, _ = asking.ask(talk, tools._replace(choice="search"))
+    _, [call], _, _ = asking.ask(asked._replace(choice="search"))
     assert (call.name, json.loads(call.arguments)["text"] in ("a", "b")) == ("search", True)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_path: Path):
-    asking, tools = Asking(name, tmp_path), Tools((WEATHER, SEARCH))
-    asked, form = [Message("user", "Hi")], FORMS[name]
+    asking, form = Asking(name, tmp_path), FORMS[name]
+    asked = Conversation((Message("user", "Hi"),), (WEATHER, SEARCH))
     call = f'{form.begin}{form.name}search{form.arguments}{{"text": "a"}}{form.call}{form.end}'
     call = call.replace("{{ call.id }}", "a" * 9).replace("{{ loop.index0 }}", "0")
     thought = form.thought.replace("{{ m.thinking }}", "Hm.")
@@ -120,7 +119,7 @@ def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_
         (f"{form.turn[1]}It is so.", "It is so.", []),
     ):
         with writing(asking.model, asking.tokenizer, thought + text):
-            told, found, answer, _ = asking.ask(asked, tools)
+            told, found, answer, _ = asking.ask(asked)
         assert (told, [(each.name, each.arguments) for each in found]) == (expected, calls)
         assert answer.finish_reason == ("tool_calls" if calls else "stop")
         assert answer.thinking == ("Hm." if thought else "")
@@ -129,16 +128,16 @@ def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_
 @pytest.mark.parametrize("name", ["Hermes", "Llama", "gpt-oss", "odd"])
 def test_strict_arguments_and_answers_of_a_schema_are_held_where_a_call_is_free(name: str, tmp_path: Path):
     asking, form = Asking(name, tmp_path), FORMS[name]
-    asked, tools = [Message("user", "Hi")], Tools((WEATHER, SEARCH), strict=frozenset({"search"}))
+    asked = Conversation((Message("user", "Hi"),), (WEATHER, SEARCH), strict=frozenset({"search"}))
     begun = f"{form.begin}{form.name}search{form.arguments}".replace("{{ call.id }}", "a" * 9)
     with writing(asking.model, asking.tokenizer, begun):
-        _, [call], answer, _ = asking.ask(asked, tools)
+        _, [call], answer, _ = asking.ask(asked)
     assert (call.name, json.loads(call.arguments)["text"] in ("a", "b")) == ("search", True)
     assert answer.finish_reason == "tool_calls"
 
     settings = AnswerSettings(max_new_tokens=100, schema={"enum": ["yes", "no"]})
     with writing(asking.model, asking.tokenizer, form.turn[1] + '"'):
-        text, calls, _, _ = asking.ask(asked, Tools((SEARCH,)), settings)
+        text, calls, _, _ = asking.ask(asked, settings)
     assert (json.loads(text) in ("yes", "no"), calls) == (True, [])
 
 
