@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from .settings import AnswerSettings as AnswerSettings
     from .settings import SettingError as SettingError
     from .thinking import Thought as Thought
+    from .tools import Call as Call
+    from .tools import CallForm as CallForm
+    from .tools import Conversation as Conversation
+    from .tools import Message as Message
+    from .tools import arguments_text as arguments_text
     from .tracked_cache import CACHES as CACHES
     from .tracked_cache import TrackedCache as TrackedCache
     from .tracked_cache import cache_maker as cache_maker
@@ -45,6 +50,7 @@ __getattr__, __all__ = lazy_names(
         ),
         "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
         "thinking": ("Thought",),
+        "tools": ("Call", "CallForm", "Conversation", "Message", "arguments_text"),
         "tracked_cache": ("CACHES", "TrackedCache", "cache_maker", "can_answer_together", "is_out_of_memory"),
     },
 )

@@ -72,6 +72,12 @@ def grammar_of(name: str, form: Form) -> str:
     return grammar
 
 
+def json_rule(schema: dict[str, Any]) -> str:
+    """Return what stands in a grammar for JSON of a schema."""
+    guidance = _COMPACT | schema.get("x-guidance", {}) | _WHOLE
+    return f"%json {json.dumps(schema | {'x-guidance': guidance}, ensure_ascii=False)}"
+
+
 @lru_cache(2)
 def tokenizer_of_forms(tokenizer: "PreTrainedTokenizerBase", vocabulary: int, ends: tuple[int, ...]) -> "LLTokenizer":
     """

@@ -35,7 +35,7 @@ from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-FinishReason = Literal["stop", "length", "context", "interrupted"]
+FinishReason = Literal["stop", "length", "context", "interrupted", "tool_calls"]
 _Job = tuple[Callable[[], None], "Future[None]"]
 _Pieces = TypeVar("_Pieces", bound=abc.Generator[Any, None, None])
 
@@ -52,7 +52,8 @@ class Answer:
         thinking_tokens: those of the thought, with its marks.
         token_ids: of the thought and the answer, with what ended it.
         finish_reason: "stop" after an end-of-text token or a text of `AnswerSettings.stop`, "length" after
-            `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked.
+            `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked,
+            "tool_calls" where the server found calls.
         prompt_tokens: tokens before the answer, those of the question among them.
         first_token_seconds: from the question to the first token, with documents that were read meanwhile.
         seconds: from the question to the last token, of all answers that were generated together.

@@ -5,6 +5,7 @@ import re
 import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from ..documents import Documents
 from ..errors import HybridCacheError
 from .settings import AnswerSettings
 from .thinking import ThoughtForm, named_marks
+from .tools import CallForm, Message, call_form
 
 # What follows a question where there is no chat template.
 _ANSWER = "\nAnswer:"
@@ -258,6 +260,20 @@ class ChatTemplate:
             frozenset(id for id, each in self._special.items() if each.content not in shown),
         )
 
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """The form of calls of functions; `None` where the template takes none, or writes no JSON of them."""
+        usual = copy(self)
+        usual._values = {}
+
+        def written(messages: Sequence[Message], functions: Sequence[dict[str, Any]], is_asked: bool = False) -> str:
+            with suppress(PromptError):
+                return usual._rendered(messages, is_asked, functions)
+            return ""
+
+        tokens = {each.content: id for id, each in self.tokenizer.added_tokens_decoder.items()}
+        return call_form(written, self.thought, tokens, self._ids_by_text) if self.tokenizer.chat_template else None
+
     def answer_tokens(self, settings: AnswerSettings, context: int) -> int:
         """Return the tokens that are left to an answer, and to its thought, which has less room in a short context."""
         thinks = settings.thinking is not False and self.given(settings).thought is not None
@@ -300,24 +316,28 @@ class ChatTemplate:
             return self._encoded(text, self._adds_special_tokens)[0]
         return [*self.start(), *self._encoded(text[len(start) :])[0]]
 
-    def request(self, messages: Sequence[tuple[str, ...]]) -> tuple[list[int], int]:
+    def request(
+        self, messages: Sequence[tuple[Any, ...]], functions: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[int], int]:
         """
         Return the tokens of messages up to the next answer, and how many of them another question may follow.
 
         These are the tokens up to the last blank line of the last message, or up to this message.
 
         Args:
-            messages: role and content of each, and perhaps the thought before an answer.
+            messages: the first fields of a `Message` each.
+            functions: that may be called, as OpenAI's API has them.
 
         Raises:
             PromptError: there is no chat template, or it refuses them.
         """
         if not self.tokenizer.chat_template:
             raise PromptError("The model has no chat template.")
-        role, last, *_ = messages[-1]
-        text = self._rendered(messages)
-        start = max(0, self._rendered([*messages[:-1], (role, self._place)]).rfind(self._place))
-        shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last).strip())) + 2)
+        *before, last = (Message(*each) for each in messages)
+        text = self._rendered([*before, last], functions=functions)
+        without = self._rendered([*before, last._replace(content=self._place)], functions=functions)
+        start = max(0, without.rfind(self._place))
+        shared = max(start, text.rfind("\n\n", start, start + len(self._as_text(last.content).strip())) + 2)
         token_ids, starts = self._encoded(text)
         return token_ids, _tokens_within(starts, len(self._plain(text[:shared])))
 
@@ -391,17 +411,22 @@ class ChatTemplate:
         del messages[len(turns) :]
         return self._rendered(messages if self.system is None else [("system", self.system), *messages])
 
-    def _rendered(self, messages: Sequence[tuple[str, ...]], is_asked: bool = True) -> str:
+    def _rendered(
+        self, messages: Sequence[tuple[Any, ...]], is_asked: bool = True, functions: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """Return what the chat template makes of messages, see `request`, with marks, see `_as_text`."""
         given = [
-            {"role": role, "content": self._as_text(content)}
-            | dict.fromkeys(_THOUGHTS if any(thought) else (), self._as_text("".join(thought)))
-            for role, content, *thought in messages
+            {"role": role, "content": content, **dict.fromkeys(_THOUGHTS if thought else (), thought), **more}
+            for role, content, thought, more in (Message(*each) for each in messages)
         ]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    given, tokenize=False, add_generation_prompt=is_asked, **self._values
+                    self._as_texts(given),
+                    tools=self._as_texts(functions) or None,
+                    tokenize=False,
+                    add_generation_prompt=is_asked,
+                    **self._values,
                 )
             )
         except Exception as error:  # a template is a program
@@ -412,6 +437,14 @@ class ChatTemplate:
     def _as_text(self, content: str) -> str:
         """Return a text with marks in place of what looks like special tokens; those of the template stay."""
         return self._special_texts.sub(lambda found: f"<{self._mark}:{self._ids_by_text[found[0]]}>", content)
+
+    def _as_texts(self, value: Any) -> Any:
+        """Return a value of JSON with marks in its texts, see `_as_text`."""
+        if isinstance(value, dict):
+            return {self._as_text(name): self._as_texts(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [*map(self._as_texts, value)]
+        return self._as_text(value) if isinstance(value, str) else value
 
     def _plain(self, text: str) -> str:
         """Return a text without marks."""

@@ -55,7 +55,7 @@ _LONGEST_NAME = 200
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
-# What comes of a request: text, or `None` where none has come for a while; then the end.
+# What comes of a request: text and calls, or `None` where none has come for a while; then the end.
 _Pieces = AsyncGenerator[Piece | Answered | None, None]
 
 
@@ -213,6 +213,8 @@ class Server(uvicorn.Server):
             self._take(place)
             # Beside the loop, which others wait for.
             asked, ignored = await asyncio.to_thread(parsed, kind, await self._body(request), self._is_lenient)
+            if isinstance(asked, ChatRequest) and asked.tools and not self._engine.takes_tools:
+                ignored += asked.without_tools(self._is_lenient)
             if ignored:
                 self._log(f"{_clock()} ignored: {', '.join(ignored)[:_LONGEST_NAME]}")
             if asked.model:

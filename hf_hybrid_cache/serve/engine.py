@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from sys import getsizeof
 from typing import NamedTuple
@@ -14,7 +14,10 @@ from ..chat import (
     Answer,
     AnswerSettings,
     Asked,
+    Call,
+    CallForm,
     ChatTemplate,
+    Conversation,
     Generation,
     Generator,
     PromptError,
@@ -31,8 +34,6 @@ from .logprobs import Piece, Telling
 from .protocol import APIError
 from .turns import InTurns, Turns
 
-# Role and text of each message, and perhaps the thought before it.
-Messages = tuple[tuple[str, ...], ...]
 # Of a token in a list.
 _TOKEN_BYTES = getsizeof(2**16) + 8
 # Of the host memory that is free once the model is loaded, for caches.
@@ -84,6 +85,7 @@ class Engine:
 
     Attributes:
         context: tokens of the model's context.
+        takes_tools: whether the chat template takes functions that answers may call.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Engine:
         self._template, self._turns = ChatTemplate(tokenizer), Turns(model)
         # Each generates one answer at a time.
         self._new_generator, self._generators = partial(Generator, model, tokenizer), list[Generator]()
+        self.takes_tools = self._template.calls is not None
         self._make, self.context = cache_maker(cache, model, bits, cpu_decode), context_length(model)
         self._most_characters = self.context * max(map(len, tokenizer.get_vocab()))
         self._details = {"cache": cache, "bits": bits}
@@ -113,14 +116,14 @@ class Engine:
 
     def answer(
         self,
-        prompt: Messages | str,
+        prompt: Conversation | str,
         settings: AnswerSettings,
         require_wanted: Callable[[], None],
         answers: int = 1,
         top_logprobs: int | None = None,
     ) -> Iterator[Piece | Answered]:
         """
-        Yield the texts of answers in pieces, and then what is known of them.
+        Yield the texts of answers in pieces, and their calls, and then what is known of them.
 
         Args:
             prompt: a conversation, or a text that is used as it is.
@@ -139,8 +142,8 @@ class Engine:
             except PromptError as error:
                 raise APIError(400, str(error), "invalid_prompt") from error
             except SettingError as error:
-                where = "logprobs" if str(error).startswith("logprobs") else "response_format"
-                raise APIError(400, str(error), "invalid_value", where) from error
+                named = (name for name in ("tools", "logprobs") if str(error).startswith(f"{name} "))
+                raise APIError(400, str(error), "invalid_value", next(named, "response_format")) from error
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -159,22 +162,30 @@ class Engine:
 
     def _answered(
         self,
-        prompt: Messages | str,
+        prompt: Conversation | str,
         settings: AnswerSettings,
         answers: int,
         top_logprobs: int | None,
         generator: Generator,
         require_wanted: Callable[[], None],
     ) -> Iterator[Piece | Answered]:
-        generator.forming(settings)  # what is refused is refused before anything is read
         template = self._template.given(settings)
-        texts = [prompt] if isinstance(prompt, str) else [text for _, *texts in prompt for text in texts]
+        asked = Conversation(()) if isinstance(prompt, str) else prompt
+        calls = self._template.calls if asked.functions else None
+        settings = calls.held(settings, asked) if calls else settings
+        generator.forming(settings)  # what is refused is refused before anything is read
+        parts = (part for _, *parts in asked.messages for part in parts if part)
+        texts = [prompt] if isinstance(prompt, str) else [*map(str, (*asked.functions, *parts))]
         if (characters := sum(map(len, texts))) > self._most_characters:  # not even the longest tokens would fit
             raise PromptError(f"The prompt has {characters:,} characters, and the model's context is {self.context:,}.")
-        token_ids, shared = template.whole_prompt(prompt) if isinstance(prompt, str) else template.request(prompt)
-        thought = None if isinstance(prompt, str) else template.thought
-        asked, stand_in = Asked.of("", token_ids, self.context, thought), partial(InTurns, self._turns)
-        made = Generation([asked], settings, answers, top_logprobs, stand_in)
+        if isinstance(prompt, str):
+            (token_ids, shared), thought = template.whole_prompt(prompt), None
+        else:
+            (token_ids, shared), thought = template.request(prompt.messages, prompt.functions), template.thought
+        calls = None if asked.choice == "none" else calls
+        thought = calls.after(thought) if calls else thought
+        whole, stand_in = Asked.of("", token_ids, self.context, thought), partial(InTurns, self._turns)
+        made = Generation([whole], settings, answers, top_logprobs, stand_in)
         numbers = range(answers if made.log_probabilities else 0)
         telling = [Telling(made, number, generator) for number in numbers]
 
@@ -190,6 +201,7 @@ class Engine:
         held, begun, worth = self._best_held(token_ids)
         running = _Running(token_ids, sum(map(getsizeof, texts)), TrackedCache(self._model, self._make, after_pass))
         self._running.append(running)
+        has_called = False
         try:
             cached = self._from_store(running.states, token_ids, shared, worth)
             running.reached = len(token_ids)
@@ -199,10 +211,15 @@ class Engine:
             running.states.read(token_ids[:-1])
             running.states.keep_checkpoint()
             with contextlib.closing(running.states.answer(generator, made)) as pieces:
-                for number, text in pieces:
+                if calls:
+                    told = _with_calls(pieces, calls, asked)
+                else:
+                    told = (Piece(*each, telling[each[0]].until(each[1]) if telling else ()) for each in pieces)
+                for piece in told:
                     require_wanted()
-                    if text:
-                        yield Piece(number, text, telling[number].until(text) if telling else ())
+                    has_called = has_called or piece.call is not None
+                    if piece.text or piece.call:
+                        yield piece
         finally:
             self._running.remove(running)
             self._hold(running.states)
@@ -210,6 +227,8 @@ class Engine:
         for number, tells in enumerate(telling):
             if tokens := tells.rest(len(end.answers[number].token_ids)):
                 yield Piece(number, "", tokens)
+        if has_called and end.answers[0].finish_reason in ("stop", "interrupted"):
+            end = end._replace(answers=[replace(end.answers[0], finish_reason="tool_calls")])
         yield end
 
     def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
@@ -263,6 +282,17 @@ class Engine:
         running = sum(each.text_bytes + _num_bytes(each.states) for each in self._running)
         while self._held and running + sum(map(_num_bytes, self._held)) > self._memory_bytes:
             del self._held[0]
+
+
+def _with_calls(pieces: Iterator[tuple[int, str]], calls: CallForm, asked: Conversation) -> Iterator[Piece]:
+    """Yield the pieces of an answer's text, and its calls; only the first where there may be no others."""
+    for each in calls.parts((text for _, text in pieces), asked.names):
+        if isinstance(each, Call):
+            yield Piece(0, "", call=each)
+            if not asked.is_parallel:
+                return
+        else:
+            yield Piece(0, each)
 
 
 def _num_bytes(states: TrackedCache) -> int:

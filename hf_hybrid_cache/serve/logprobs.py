@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..chat import Generation, Generator, Thought, TokenChoice
+from ..chat import Call, Generation, Generator, Thought, TokenChoice
 
 # What cannot be said in JSON, as OpenAI does.
 _IMPOSSIBLE = -9999.0
@@ -21,11 +21,12 @@ class Told(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of text of one of some answers, a `Thought` where it is of one, and the tokens that are told with it."""
+    """A piece of one of some answers: text, a `Thought` where it is of one, with the tokens told with it; or a call."""
 
     number: int
     text: str
     tokens: Sequence[Told] = ()
+    call: Call | None = None
 
 
 class Telling:

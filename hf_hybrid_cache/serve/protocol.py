@@ -1,12 +1,13 @@
 """Requests and answers as OpenAI's API has them (https://platform.openai.com/docs/api-reference)."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -20,7 +21,16 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, from_json
 
-from ..chat import Answer, AnswerSettings, SettingError, Thought
+from ..chat import (
+    Answer,
+    AnswerSettings,
+    Call,
+    Conversation,
+    Message,
+    SettingError,
+    Thought,
+    arguments_text,
+)
 from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
@@ -29,6 +39,7 @@ from .logprobs import Piece, Told, chat_form, text_form
 MOST_MESSAGES = 2**14
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
+_Kind = TypeVar("_Kind", bound=BaseModel)
 _RETRY_SECONDS = 5
 _MOST_ANSWERS, _MOST_LOGPROBS, _MOST_STOPS = 8, 20, 64
 # Fields that are taken with their neutral value alone.
@@ -37,8 +48,6 @@ _NEUTRAL = {
     "echo",
     "logit_bias",
     "suffix",
-    "tool_choice",
-    "tools",
 }
 
 
@@ -83,11 +92,47 @@ class _Part(_Strict):
     logprobs: list[Any] = []
 
 
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+class _Named(_Strict):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Called(_Named):
+    arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _of_json(cls, given: Any) -> Any:
+        if not (text := arguments_text(given)):
+            raise ValueError("arguments must be an object, as JSON")
+        return json.loads(text)
+
+
+class _Function(_Named):
+    # Chat templates expect these two, too.
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    strict: bool = False
+
+
+class _Of(_Strict, Generic[_Kind]):
+    type: Literal["function"] = "function"
+    function: _Kind
+
+
+class _Call(_Of[_Called]):
+    id: str
+    index: int | None = None
+
+
+class ChatMessage(_Strict):
+    """A message of a request."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[_Part] = []
     reasoning_content: str = ""
     name: str | None = None
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -95,9 +140,13 @@ class Message(_Strict):
         return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
     @model_validator(mode="after")
-    def _with_content(self) -> "Message":
-        if not self.content and self.role != "assistant":
-            raise ValueError("only an assistant's message may have no content")
+    def _with_content(self) -> "ChatMessage":
+        if not self.content and self.role not in ("assistant", "tool"):
+            raise ValueError("only an assistant's or a tool's message may have no content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id goes with role 'tool', and with no other")
         return self
 
 
@@ -209,12 +258,12 @@ class Request(_Strict):
 class ChatRequest(Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     given_top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = Field(0, validation_alias="top_logprobs")
-    tools: Annotated[list[Any], Field(max_length=0)] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tools: Annotated[list[_Of[_Function]], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | _Of[_Named] = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
     reasoning_effort: Effort | None = None
@@ -247,14 +296,47 @@ class ChatRequest(Request):
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @model_validator(mode="after")
+    def _with_known_functions(self) -> Self:
+        names = [each.function.name for each in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError("tools has two functions of one name")
+        if names and (self.n > 1 or self.logprobs):
+            raise ValueError("tools goes with no n above 1, and without logprobs")
+        if (self.tool_choice == "required" and not names) or (
+            isinstance(self.tool_choice, _Of) and self.tool_choice.function.name not in names
+        ):
+            raise ValueError("tool_choice asks for a function that tools does not have")
+        called = {call.id for each in self.messages for call in each.tool_calls}
+        if unknown := [each.tool_call_id for each in self.messages if each.tool_call_id not in {None, *called}]:
+            raise ValueError(f"no tool_calls of messages has the tool_call_id {unknown[0]!r}")
+        return self
+
+    def without_tools(self, is_lenient: bool) -> list[str]:
+        """Leave out what the chat template does not take, and return its name; raises `APIError` unless lenient."""
+        if not is_lenient:
+            message = "'tools' is not supported by the chat template: leave it out, or start the server with --lenient."
+            raise APIError(400, message, "unsupported_parameter", "tools")
+        self.tools, self.tool_choice = [], "auto"
+        return ["tools"]
+
     @property
-    def prompt(self) -> tuple[tuple[str, str, str], ...]:
-        """Role, text and thought of each message; what OpenAI calls developer is system in chat templates."""
-        roles = {"developer": "system"}
-        return tuple(
-            (roles.get(each.role, each.role), "\n".join(part.text for part in each.content), each.reasoning_content)
-            for each in self.messages
-        )
+    def prompt(self) -> Conversation:
+        """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
+        roles, messages, names = {"developer": "system"}, list[Message](), dict[str | None, str]()
+        for each in self.messages:
+            more = each.model_dump(
+                include={"tool_calls": {"__all__": {"id", "type", "function"}}}, exclude_defaults=True
+            )
+            names |= {call.id: call.function.name for call in each.tool_calls}
+            if each.tool_call_id is not None:
+                more = {"tool_call_id": each.tool_call_id, "name": names[each.tool_call_id]}
+            content = "\n".join(part.text for part in each.content)
+            messages.append(Message(roles.get(each.role, each.role), content, each.reasoning_content, more))
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        functions = tuple(each.model_dump(exclude={"function": {"strict"}}) for each in self.tools)
+        strict = frozenset(each.function.name for each in self.tools if each.function.strict)
+        return Conversation(tuple(messages), functions, choice, strict, self.parallel_tool_calls)
 
 
 def _only(given: Any) -> Any:
@@ -347,9 +429,11 @@ class Form:
         choices = []
         for number, answer in enumerate(answers):
             own = [each for each in pieces if each.number == number]
-            text = "".join(each.text for each in own if not isinstance(each.text, Thought))
+            text = "".join(each.text for each in own if each.call is None and not isinstance(each.text, Thought))
+            calls = [_called(each.call) for each in own if each.call is not None]
             thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
-            said = {"message": {"role": "assistant", "content": text} | thought} if self._is_chat else {"text": text}
+            called = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+            said = {"message": {"role": "assistant"} | called | thought} if self._is_chat else {"text": text}
             choices.append(self._choice(number, said, [token for each in own for token in each.tokens], answer))
         return {**self._common, "object": self._object, "choices": choices} | {
             "usage": usage_of(answers, cached_tokens)
@@ -360,7 +444,10 @@ class Form:
         role = {} if piece.number in self._begun else {"role": "assistant"}
         self._begun.add(piece.number)
         name = "reasoning_content" if isinstance(piece.text, Thought) else "content"
-        said = {"delta": role | ({} if answer else {name: piece.text})} if self._is_chat else {"text": piece.text}
+        told: dict[str, Any] = {name: piece.text}
+        if piece.call is not None:
+            told = {"tool_calls": [_called(piece.call) | {"index": piece.call.index}]}
+        said = {"delta": role | ({} if answer else told)} if self._is_chat else {"text": piece.text}
         yield self._chunk([self._choice(piece.number, said, piece.tokens, answer)])
 
     def last(self, answers: Sequence[Answer], cached_tokens: int) -> Iterator[dict[str, Any]]:
@@ -376,9 +463,13 @@ class Form:
     def _choice(
         self, number: int, said: dict[str, Any], tokens: Sequence[Told], answer: Answer | None
     ) -> dict[str, Any]:
-        reason = answer and ("stop" if answer.finish_reason == "stop" else "length")
+        reason = answer and (answer.finish_reason if answer.finish_reason in ("stop", "tool_calls") else "length")
         told = (chat_form if self._is_chat else text_form)(tokens) if tokens else None
         return {"index": number, **said, "logprobs": told, "finish_reason": reason}
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage_of(answers: Sequence[Answer], cached_tokens: int) -> dict[str, Any]:

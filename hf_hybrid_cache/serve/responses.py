@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasPath, Field, field_validator, model_validator
 
-from ..chat import Answer, Thought
+from ..chat import Answer, Conversation, Message, Thought
 from .logprobs import Piece
-from .protocol import MOST_MESSAGES, ChatRequest, Effort, Format, Message, usage_of
+from .protocol import MOST_MESSAGES, ChatMessage, ChatRequest, Effort, Format, usage_of
 
 
-class _Item(Message):
+class _Item(ChatMessage):
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -57,9 +57,10 @@ class ResponseRequest(ChatRequest):
         return [each for each in given if not (isinstance(each, dict) and each.get("type") == "reasoning")]
 
     @property
-    def prompt(self) -> tuple[tuple[str, str, str], ...]:
-        instructions = (("system", self.instructions, ""),) if self.instructions else ()
-        return instructions + super().prompt
+    def prompt(self) -> Conversation:
+        asked = super().prompt
+        instructions = (Message("system", self.instructions),) if self.instructions else ()
+        return asked._replace(messages=instructions + asked.messages)
 
 
 class ResponseForm:

@@ -109,3 +109,20 @@ def before_each_pass(module: torch.nn.Module, act: Callable[[int, int], object])
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def writing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[None]:
+    """Let a model write a text, and its end, before it goes on by itself."""
+    left = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if left and "return_dict" in kwargs:  # as `generate` calls it
+            output.logits[:, -1] = -1e9
+            output.logits[:, -1, left.pop(0)] = 0
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,8 +1,8 @@
 """Models that think: thoughts are kept from answers, end in time, and later prompts are those of the template."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, ChatTemplate, PromptError, Thought
 
+from chat import talks
 from chat.talks import chat_of, generated, prompt_of, said
 from chat.thoughts import FORMS, tokenizer_of
 from common.soak import search_at_random
@@ -41,22 +42,9 @@ def talk_of(name: str, *, of_model: Any = (), **options: Any) -> Chat:
     return chat_of(model, tokenizer=tokenizer, **{"settings": SETTINGS} | options)
 
 
-@contextmanager
-def writing(name: str, text: str, **context: int) -> Iterator[None]:
+def writing(name: str, text: str, **context: int) -> AbstractContextManager[None]:
     """Let a model write a text, and its end, before it goes on by itself."""
-    model, tokenizer = model_of(name, **context)
-    left = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-
-    def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if left and "return_dict" in kwargs:  # as `generate` calls it
-            output.logits[:, -1] = -1e9
-            output.logits[:, -1, left.pop(0)] = 0
-
-    handle = model.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return talks.writing(*model_of(name, **context), text)
 
 
 def asked(tokenizer: PreTrainedTokenizerFast, turns: Sequence[str], **values: Any) -> list[int]:

@@ -23,12 +23,13 @@ from starlette.requests import ClientDisconnect
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore, fuse_decode
-from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.chat import AnswerSettings, Conversation, Message
 from hf_hybrid_cache.decode_step import repeats_rows
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from hf_hybrid_cache.serve.logprobs import Piece
 from serve.running import DOCUMENT, KEY, Running, cached, generated, loaded, serving, user
 
+from chat.calls import function
 from chat.thoughts import tokenizer_of
 from common.soak import count, search_at_random
 from models.byte_tokenizer import byte_tokenizer, model_in
@@ -260,7 +261,7 @@ def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_pa
     if what == "is gone":
         shutil.rmtree(tmp_path / "store")
     answer, expected = AnswerSettings(max_new_tokens=3), generated(str(folder), DOCUMENT, max_new_tokens=3)
-    for prompt in (DOCUMENT, DOCUMENT, (("user", DOCUMENT),)):
+    for prompt in (DOCUMENT, DOCUMENT, Conversation((Message("user", DOCUMENT),))):
         *texts, end = engine.answer(prompt, answer, lambda: None)
         assert isinstance(end, Answered)
         assert isinstance(prompt, tuple) or "".join(each.text for each in texts if isinstance(each, Piece)) == expected
@@ -359,17 +360,17 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     *(
         (asking(fields), 404 if "model" in fields else 400, message)
         for fields, message in [
-            ({"tools": [{"type": "function"}]}, "'tools' is not supported: leave it out, or"),
+            ({"tools": [function("search")]}, "'tools' is not supported by the chat template: leave it out, or start"),
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'messages.0.content.0.type' is wrong"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "'messages.0.role' is wrong"),
+            ({"messages": [{"role": "function", "content": "x"}]}, "'messages.0.role' is wrong"),
             ({"temperature": 1.0, "top_p": 3}, "top_p must be above 0"),
             ({"presence_penalty": 3, "stream": True}, "presence_penalty must be from -2 to 2"),
-            ({"messages": [user("x" * 9000)], "stream": True}, "the model's context is 8,192"),
+            ({"messages": [user("x" * 9000)], "stream": True}, "context is 8,192"),
             ({"messages": [user("x" * 99_000)]}, "The prompt has 99,000 characters"),
             ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
             ({"model": "gpt"}, "There is no model 'gpt'"),
             ({"min_tokens": 3}, "'min_tokens' is not supported: leave it out, or start the server with --lenient."),
-            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's message may have no content"),
+            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's or a tool's message may"),
             ({"temperature": 2.1}, "'temperature' is wrong: Input should be less than or equal to 2"),
             ({"chat_template_kwargs": {"chat_template": "x"}}, "has no place for chat_template"),
         ]
@@ -415,12 +416,12 @@ def test_fields_are_taken_where_they_change_nothing_or_are_done(server: Running)
 def test_what_is_not_supported_is_left_out_by_a_lenient_server_and_logged(model: Path):
     asked = [{**user("Who?"), "weight": 1}]
     with serving(model, "--lenient") as server:
-        answer = server.ask(asked, tools=[{"type": "function"}], extra_body={"min_tokens": 3, "mirostat": 2})
+        answer = server.ask(asked, tools=[function("x")], extra_body={"min_tokens": 3, "mirostat": 2})
         assert answer.choices[0].message.content == generated(server.model, [user("Who?")])
         with pytest.raises(openai.BadRequestError, match="top_p must be above 0"):
             server.ask([user("Who?")], temperature=1.0, top_p=3, logit_bias={"5": 1})
         said = server.log()
-    assert "ignored: messages.0.weight, tools, min_tokens, mirostat" in said
+    assert "ignored: messages.0.weight, min_tokens, mirostat, tools" in said
     tokens, known = cached(answer)
     assert re.search(
         rf"\d\d:\d\d:\d\d /v1/chat/completions 200: {tokens} tokens, {known} of them cached, 12 generated, [\d.]+ s\n",
