@@ -7,7 +7,8 @@ import torch
 from ..kernels import BLOCK, LANES, NOT_FINITE, PackedLayout
 
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = 0x7F800000, 0x10000, -0x10000
-_SMALLEST_NORMAL = 2.0**-126
+# The range of a group of smaller numbers is finite, also where its scale is rounded up.
+_SMALLEST_NORMAL, _LARGEST = 2.0**-126, 2.0**126
 
 
 def as_written(device: torch.device) -> AbstractContextManager[object]:
@@ -31,10 +32,11 @@ def quantize_by_torch(states: torch.Tensor, layout: PackedLayout, share: float =
         uint8 `[batch, num_kv_heads, blocks, layout.num_bytes]`.
 
     Raises:
-        ValueError: some of the states are infinite or not a number, or become so when they are rotated.
+        ValueError: some of the states are infinite or not a number, or so large, also when they are rotated, that the
+            range of a group may be infinite.
     """
     turned = rotated(states.float(), layout)
-    if not torch.isfinite(turned).all():
+    if turned.numel() and not turned.abs().amax() < _LARGEST:
         raise ValueError(NOT_FINITE)
     tiles = turned.unflatten(2, (-1, BLOCK))
     if layout.transposed:
@@ -94,10 +96,8 @@ def _scale_and_minimum(part: torch.Tensor, bits: int, share: float) -> tuple[tor
         cut = most * ((1 - share) / 2) - least * ((1 - share) / 2)
         least, most = least + cut, most - cut
     minimum = _rounded_down(least)
-    # Divided first: the difference of two large numbers may be infinite.
+    # As the kernels divide, bit for bit.
     scale = -_rounded_down(-(most / levels - minimum / levels).clamp_min(_SMALLEST_NORMAL))
-    overflows = ~torch.isfinite(minimum + levels * scale)
-    scale = torch.where(overflows, (scale.view(torch.int32) - _ONE_BFLOAT16).view(torch.float32), scale)
     return torch.where(most > minimum, scale, 0.0), minimum
 
 

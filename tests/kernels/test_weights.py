@@ -92,6 +92,22 @@ def test_weight_when_quantized_then_is_within_half_a_step_of_its_code(
     count("weights compared with float64")
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_up_to_the_largest_that_there_are_come_back_finite(bits: int):
+    generator, largest = np.random.default_rng(0), np.finfo(np.float32).max
+    # Groups of numbers that end more or less below the largest, of one sign or of both.
+    below = generator.uniform(0, 2.0 ** -generator.integers(0, 24, (64, 32, 1)), (64, 32, 32))
+    signs = np.sign(generator.standard_normal((64, 32, 32)) + generator.integers(-2, 3, (64, 32, 1)) * 4)
+    below[..., 0] *= generator.integers(0, 2, (64, 32))
+    given = (largest * (1 - below) * signs).reshape(64, 1024).astype(np.float32)
+    layout, factor = PanelLayout(bits, 64, 1024, 32), factor_of(float(largest))
+    decoded = np.empty_like(given)
+    panels = quantized(given, layout, factor)
+    dequantize_panels(panels, layout, factor, decoded)
+    _, steps = taken_apart(panels, layout, factor)
+    assert (np.abs(decoded.astype(np.float64) - given) <= 0.501 * steps + 2.0**-11 * largest).all()
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_weights_that_were_made_for_four_bits_stay_what_they_are(group: int, storage: str):

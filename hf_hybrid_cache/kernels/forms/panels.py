@@ -41,6 +41,7 @@ STRIP = 32
 QUADS = {8: ((0, 2, 1, 3),), 4: ((0, 4, 1, 5), (2, 6, 3, 7))}
 # Part of a step. Weights on a grid, rounded to bfloat16, are nearer to it than that.
 _OFF_GRID = np.float32(0.05)
+_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def _encode_panel(panel, at):
     call = call_at(at, PanelCoding)
     lines, group = _lines(call, panel), call.group
     levels, scaling = np.float32((1 << call.bits) - 1), np.float32(1 / as_double(call.factor))
+    top = _LARGEST * scaling  # more would be decoded to infinity
     codes, loaded = np.empty(group, np.uint32), np.empty(group, np.float32)
     first = panel * LANES
     lines[:] = 0
@@ -199,9 +201,13 @@ def _encode_panel(panel, at):
                 numbers[column] *= scaling
             least, most = extremes(numbers)
             minimum_bits = _half_bits(least)
+            if abs(_half(minimum_bits)) > top:
+                minimum_bits = np.uint16(minimum_bits - 1)
             minimum = _half(minimum_bits)
             steps = levels if call.bits > 4 else _steps(numbers, least, most, levels)
             scale_bits = _half_bits(max(most - minimum, np.float32(0)) / steps)
+            if minimum + _half(scale_bits) * steps > top:
+                scale_bits = np.uint16(scale_bits - 1)
             halves = words[0].view(np.uint16)
             halves[lane], halves[LANES + lane] = scale_bits, minimum_bits
             codes[:] = 0
