@@ -40,8 +40,8 @@ def batch(
         typer.Argument(
             help='Lines such as {"document": "report.txt", "question": "Who wrote it?", "id": 7}; the id may be left '
             "out, and other fields are those of the answer too. A document is a file or a folder, or a list of them; "
-            "names are relative to this file's folder. With schema (an object, or the name of a file), choices or "
-            "regex a line has its own form of answer."
+            "names are relative to this file's folder. A line may leave it to --document. With schema (an object, or "
+            "the name of a file), choices or regex a line has its own form of answer."
         ),
     ],
     out: Annotated[
@@ -52,6 +52,15 @@ def batch(
     model: Model,
     answer: FormedAnswerOptions,
     store: Store,
+    document: Annotated[
+        list[str] | None,
+        option(
+            DOCUMENT,
+            "Document that lines without one are asked about; several may follow, such as contracts/*.pdf, and each is "
+            "one of its own. Default: none.",
+            metavar="FILE|FOLDER|URL",
+        ),
+    ] = None,
     at_once: Annotated[
         str,
         option(
@@ -99,7 +108,7 @@ def batch(
         share, path = _parsed_shard(shard), _path_of_answers(out)
         _check_path_of_table(csv, (questions, out))
         settings = answer.settings()
-        asked = list(chain.from_iterable(by_document(read_questions(questions, settings.form))[share]))
+        asked = list(chain.from_iterable(by_document(read_questions(questions, settings.form, document or ()))[share]))
         folder = questions.parent.absolute()
         if store.folder is not None:
             from ..prefix_store import StoredPrompts

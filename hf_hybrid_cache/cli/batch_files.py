@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from ..chat.forms import FORMS, Form
 from ..chat.settings import AnswerSettings
-from ..documents import files_in, read_bytes
+from ..documents import files_in, is_on_the_web, read_bytes
 from ..models.shapes import ALIASES
 from ..system.durable_files import replaced_when_whole
 from .console import UsageError, json_line, strict_json
@@ -83,24 +83,27 @@ def key_of(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     return fields.get("id"), document if isinstance(document, str) else tuple(document), fields["question"]
 
 
-def read_questions(path: Path, form: Mapping[str, Form] = {}) -> list[Question]:
+def read_questions(path: Path, form: Mapping[str, Form] = {}, documents: Sequence[str] = ()) -> list[Question]:
     """
     Read all questions in a file of lines of JSON.
 
     Args:
         path: of the file.
         form: of the answers to lines that have no form of their own.
+        documents: each of which lines without one are asked about.
 
     Raises:
         DocumentError: the file cannot be read.
-        UsageError: lines are not questions, or repeat others; the message names them.
+        UsageError: lines are not questions, or repeat others; the message names them. Or each line has a document
+            itself, where there are others.
     """
     lines = read_bytes(path).removeprefix(_BYTE_ORDER_MARK).splitlines()
+    named = [name if is_on_the_web(name) else os.path.relpath(name, path.parent) for name in dict.fromkeys(documents)]
     questions: list[Question] = []
     wrong: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         try:
-            questions += [_question(number, line, path.parent, form)] if line.strip() else []
+            questions += _questions(number, line, path.parent, form, named) if line.strip() else []
         except ValueError as error:
             wrong[number] = str(error)
     wrong |= _repeated(questions)
@@ -108,6 +111,8 @@ def read_questions(path: Path, form: Mapping[str, Form] = {}) -> list[Question]:
         raise UsageError(_refusal(path, wrong))
     if not questions:
         raise UsageError(f"{path} has no questions. {_EXAMPLE}")
+    if named and not any(question.documents == (named[0],) for question in questions):
+        raise UsageError(f"Each line of {path} has a document of its own: drop --document, or those of the lines.")
     return questions
 
 
@@ -381,8 +386,10 @@ def model_digest(name: str) -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
-def _question(number: int, line: bytes, folder: Path, form: Mapping[str, Form]) -> Question:
-    """Parse one line; raises `ValueError`, which says why, if it is not a question."""
+def _questions(
+    number: int, line: bytes, folder: Path, form: Mapping[str, Form], documents: Sequence[str]
+) -> list[Question]:
+    """Parse one line, a question about each document if it names none; raises `ValueError` if it is no question."""
     try:
         fields = strict_json(line.decode())
     except json.JSONDecodeError as error:
@@ -391,6 +398,12 @@ def _question(number: int, line: bytes, folder: Path, form: Mapping[str, Form]) 
         raise ValueError(f"not JSON in UTF-8 that can be read ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError("not an object")
+    about_each = [{"document": name} | fields for name in documents] if "document" not in fields else []
+    return [_question(number, asked, folder, form) for asked in about_each or [fields]]
+
+
+def _question(number: int, fields: dict[str, Any], folder: Path, form: Mapping[str, Form]) -> Question:
+    """Check the fields of a question; raises `ValueError`, which says why, if it is none."""
     document, question = fields.get("document"), fields.get("question")
     if not _is_text(document) and not (isinstance(document, list) and document and all(map(_is_text, document))):
         raise ValueError(

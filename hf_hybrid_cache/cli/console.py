@@ -173,4 +173,6 @@ def raising_interrupts() -> Iterator[None]:
 def _end(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
+        if sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)  # a bar may be there, and the shell goes on beside it
     os._exit(130)

@@ -259,7 +259,7 @@ def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
         terminal.type(CTRL_C)
         terminal.wait_for("the answer was ended")
         terminal.enter("/stats")
-        terminal.wait_for("last answer: first token after ")
+        terminal.wait_for("first token after ")
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.exit_code() == 0

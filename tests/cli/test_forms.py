@@ -92,6 +92,20 @@ def test_batch_answers_in_the_form_of_each_line_and_writes_a_table(folder: Path,
     assert "nested, and so JSON in a cell: tags" in said
 
 
+def test_batch_asks_a_line_without_a_document_about_each_that_is_named(folder: Path, model: Path):
+    own = {"document": "b.txt", "question": "Is it?"}
+    ask(folder, [{"question": "Who?", "choices": ["yes"]}, own, {"question": "When?", "id": 3}])
+    named = ["--document", folder / "a.txt", "--document", folder / "b.txt", "--max-new-tokens", 2]
+    batch(folder, model, *named)
+    asked = [("a.txt", "1"), ("b.txt", "1"), ("b.txt", "2"), ("a.txt", "3"), ("b.txt", "3")]
+    assert [(row["document"], row["line"]) for row in table(folder)] == asked
+    assert "5 of 5 questions were answered before" in batch(folder, model, *named)
+    ask(folder, [own])
+    assert "has a document of its own: drop --document" in batch(folder, model, *named, code=2)
+    ask(folder, [{"question": "Who?"}])
+    assert "'document' must be the name of a file or a folder" in batch(folder, model, code=2)
+
+
 def test_batch_when_a_form_changes_then_asks_again_only_if_told(folder: Path, model: Path):
     ask(folder, ASKED[:4])
     batch(folder, model, "--schema", folder / "schema.json")

@@ -62,6 +62,12 @@ def test_an_interrupt_comes_at_once_while_a_thread_computes(
     assert ended(sys.executable, "-c", WAITING.format(handler=handler, context=context, timeout=timeout)) == end
 
 
+def test_a_line_at_a_terminal_is_ended_by_an_interrupt():
+    given = {"handler": "default_int_handler", "context": "threading.Lock()", "timeout": 600}
+    with Terminal("-uc", WAITING.format(**given)) as terminal:
+        assert terminal.wait_for("\n") == "answer"
+
+
 @pytest.mark.parametrize(
     ("busy", "load", "given", "spins"),
     [

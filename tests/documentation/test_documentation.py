@@ -9,6 +9,7 @@ program exists, and knows every option.
 """
 
 import contextlib
+import csv
 import importlib
 import importlib.util
 import io
@@ -20,11 +21,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from documents.pdf_files import pdf_of
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
@@ -116,7 +120,7 @@ class Commands:
         settings = []
         while "=" in words[0]:
             settings.append(words.pop(0).split("=", 1))
-        program, *arguments = Path(words[0]).name, *words[1:]
+        program, *arguments = Path(words[0]).name, *chain.from_iterable(glob(word) or [word] for word in words[1:])
         if program == "curl":
             said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
             assert said
@@ -177,7 +181,7 @@ def check_output(example: Example) -> None:
 
     Questions and a schema are files, for commands after them.
     """
-    if example.parsed.startswith('{"document"'):
+    if example.parsed.startswith(('{"document"', '{"question"')):
         Path("questions.jsonl").write_text(example.parsed)
     if example.parsed.startswith('{"type"'):
         Path("schema.json").write_text(example.parsed)
@@ -207,12 +211,15 @@ def leave_group() -> None:
 
 @pytest.fixture
 def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """A folder with a report, letters and a question in it, where only models of the chosen hub are found."""
+    """A folder with a report, letters, contracts and a question, where only models of the chosen hub are found."""
     leave_group()
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(REPORT)
     Path("letters").mkdir()
     Path("letters", "first.txt").write_text("Dear Ada,\nI saw nobody sign. Charles")
+    Path("contracts").mkdir()
+    for name in ("01", "02"):
+        Path("contracts", f"{name}.pdf").write_bytes(pdf_of(f"Ada sold it to Bo.\nThis is contract {name}."))
     Path("questions.jsonl").write_text('{"document": "report.txt", "question": "Who signed it?"}')
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
@@ -254,6 +261,11 @@ def test_what_a_page_of_the_guide_shows_runs(
             example.namespace.clear()
         example.namespace |= {name: value for name, value in given.items() if name not in example.namespace}
         example.evaluate()
+    if page.stem == "command-line":
+        with Path("table.csv").open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["document"] for row in rows] == ["contracts/01.pdf", "contracts/02.pdf"]
+        assert all(row.get("seller") or row["answer"] for row in rows)  # which a tiny model may not end in time
     if page.stem == "CONTRIBUTING":  # its codec has quantized something
         assert example.namespace["cache"].layers[0].store.packed.num_entries
 
