@@ -21,16 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, from_json
 
-from ..chat import (
-    Answer,
-    AnswerSettings,
-    Call,
-    Conversation,
-    Message,
-    SettingError,
-    Thought,
-    arguments_text,
-)
+from ..chat import Answer, AnswerSettings, Call, Conversation, Message, SettingError, Thought, arguments_text
 from ..chat.forms import FORMS
 from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
@@ -323,12 +314,12 @@ class ChatRequest(Request):
     @property
     def prompt(self) -> Conversation:
         """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
-        roles, messages, names = {"developer": "system"}, list[Message](), dict[str | None, str]()
+        roles, messages = {"developer": "system"}, list[Message]()
+        names = {call.id: call.function.name for each in self.messages for call in each.tool_calls}
         for each in self.messages:
-            more = each.model_dump(
-                include={"tool_calls": {"__all__": {"id", "type", "function"}}}, exclude_defaults=True
-            )
-            names |= {call.id: call.function.name for call in each.tool_calls}
+            more: dict[str, Any] = {}
+            if each.tool_calls:
+                more["tool_calls"] = [call.model_dump(exclude={"index"}) for call in each.tool_calls]
             if each.tool_call_id is not None:
                 more = {"tool_call_id": each.tool_call_id, "name": names[each.tool_call_id]}
             content = "\n".join(part.text for part in each.content)

@@ -65,7 +65,7 @@ def written(name: str, calls: list[tuple[str, Any]]) -> str:
     return str(whole).removeprefix(before).removesuffix(form.turn[2])
 
 
-@search_at_random(200)
+@search_at_random(100)
 @given(name=st.sampled_from([*FORMS]), calls=CALLS, before=st.sampled_from(["", "I look:\n\n", "It is "]), cuts=CUTS)
 def test_calls_that_a_template_writes_are_read_however_they_are_cut(
     name: str, calls: list[tuple[str, Any]], before: str, cuts: list[int]
@@ -74,7 +74,7 @@ def test_calls_that_a_template_writes_are_read_however_they_are_cut(
     assert read(name, cut(before + written(name, calls), cuts)) == (before.rstrip(), calls)
 
 
-@search_at_random(200)
+@search_at_random(100)
 @given(data=st.data(), name=st.sampled_from([*FORMS]), cuts=CUTS)
 def test_what_begins_like_a_call_and_is_none_stays_text(data: st.DataObject, name: str, cuts: list[int]):
     """Whole calls with something amiss: of another function, cut off, or with something in the midst of it."""

@@ -39,6 +39,7 @@ from hf_hybrid_cache import set_num_threads
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.cli.app import app
 
+from chat import calls
 from models.byte_tokenizer import byte_tokenizer
 from models.tiny_models import COMMON
 
@@ -79,6 +80,7 @@ def hub_with(hub: Path, model: Path, *names: str) -> Path:
 @pytest.fixture(scope="module")
 def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template = calls.FORMS["Hermes"].template  # a page has functions
     folder = tmp_path_factory.mktemp("tiny")
     sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "eos_token_id": tokenizer.eos_token_id}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -168,6 +168,8 @@ def test_the_client_of_openai_calls_and_tells_the_result(server: Running):
     assert not last.choices[0].message.tool_calls
     assert cached(last)[1] >= cached(whole)[0]
 
+    cut = server.ask(ASKED, **given, max_tokens=5)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 5)
     named = {"type": "function", "function": {"name": "search"}}
     [call] = server.ask(talk, **given | {"tool_choice": named}, max_tokens=200).choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)["text"] in ("a", "b")) == ("search", True)
