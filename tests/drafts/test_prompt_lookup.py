@@ -111,14 +111,14 @@ def test_tokens_and_cache_are_those_of_decoding_one_by_one(options: str):
 
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@search_at_random(8)
+@search_at_random(6)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     kind=st.sampled_from(sorted(KINDS)),
-    turns=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
+    turns=st.lists(st.tuples(st.integers(20, 60), st.booleans()), min_size=2, max_size=3),
     is_sampled=st.booleans(),
     max_tokens=st.integers(1, 15),
-    seconds=st.lists(st.floats(1e-3, 1), min_size=20, max_size=20),
+    seconds=st.just([0.0]) | st.lists(st.floats(1e-3, 1), min_size=20, max_size=20),  # without time it drafts the most
 )
 def test_history_of_drafted_and_plain_answers_is_that_of_plain_steps(
     family: str,
