@@ -128,7 +128,7 @@ def test_history_of_drafted_and_plain_answers_is_that_of_plain_steps(
     max_tokens: int,
     seconds: Sequence[float],
 ):
-    """With any cache and model; where layers cannot go back, nothing is drafted."""
+    """Any cache and model may draft; where layers cannot go back, nothing is drafted."""
     model, text = tiny_model(family), PROMPT
     ours, plain = KINDS[kind](model.config), KINDS[kind](model.config)
     for length, is_drafted in turns:
