@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +17,18 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PromptLookup, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
+from common.caches import CACHES
 from common.interruptions import Interruption
 from common.modes import Copying, ListStreamer, lookup
-from common.soak import search_at_random
+from common.soak import count, search_at_random
 from models.byte_tokenizer import byte_tokenizer
-from models.tiny_models import random_prompt, tiny_model
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 WORDS = random_prompt(1, 12)
 PROMPT = WORDS.repeat(1, 8)
+KINDS: dict[str, Callable[[Any], HybridCache]] = CACHES | {
+    f"{bits} bits": partial(QuantizedHybridCache, bits=bits) for bits in (8, 4, 2)
+}
 
 
 class Counting(LogitsProcessor):
@@ -71,12 +76,14 @@ class AtLength(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
-def answer(cache: HybridCache, prompt: torch.Tensor = PROMPT, drafts: Any = None, **options: Any) -> Any:
+def answer(
+    cache: HybridCache, prompt: torch.Tensor = PROMPT, drafts: Any = None, model: Any = None, **options: Any
+) -> Any:
     """Return the output of a generation that copies most of its prompt."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"max_new_tokens": 70, "do_sample": False, "logits_processor": [Copying()]} | options
     extra = {} if drafts is None else {"custom_generate": drafts}
-    return tiny_model("llama").generate(prompt, **cache_argument(cache), **given, **extra)
+    return (model or tiny_model("llama")).generate(prompt, **cache_argument(cache), **given, **extra)
 
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -103,25 +110,36 @@ def test_tokens_and_cache_are_those_of_decoding_one_by_one(options: str):
         assert (mine.keys - other.keys).abs().max() < 0.05 * other.keys.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @search_at_random(6)
 @given(
-    seconds=st.lists(st.floats(1e-3, 1), min_size=20, max_size=20),
-    max_tokens=st.integers(1, 15),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    family=st.sampled_from(sorted(FAMILIES)),
+    kind=st.sampled_from(sorted(KINDS)),
+    turns=st.lists(st.tuples(st.integers(20, 60), st.booleans()), min_size=2, max_size=3),
     is_sampled=st.booleans(),
+    max_tokens=st.integers(1, 15),
+    seconds=st.just([0.0]) | st.lists(st.floats(1e-3, 1), min_size=20, max_size=20),  # without time it drafts the most
 )
-def test_conversation_with_drafts_of_any_lengths_is_that_of_plain_steps(
-    seconds: Sequence[float], max_tokens: int, lengths: Sequence[int], is_sampled: bool
+def test_history_of_drafted_and_plain_answers_is_that_of_plain_steps(
+    family: str,
+    kind: str,
+    turns: Sequence[tuple[int, bool]],
+    is_sampled: bool,
+    max_tokens: int,
+    seconds: Sequence[float],
 ):
-    config = tiny_model("llama").config
-    ours, plain, text = QuantizedHybridCache(config, bits=8), QuantizedHybridCache(config, bits=8), PROMPT
-    for length in lengths:
-        options = {"max_new_tokens": length, "do_sample": is_sampled}
-        clock = itertools.accumulate(itertools.cycle(seconds))
-        drafted = answer(ours, text, PromptLookup(max_tokens, clock=clock.__next__), **options)
+    """Any cache and model may draft; where layers cannot go back, nothing is drafted."""
+    model, text = tiny_model(family), PROMPT
+    ours, plain = KINDS[kind](model.config), KINDS[kind](model.config)
+    for length, is_drafted in turns:
+        options = {"max_new_tokens": length, "do_sample": is_sampled, "model": model}
+        clock = itertools.accumulate(itertools.cycle(seconds)).__next__
+        drafts = PromptLookup(max_tokens, clock=clock) if is_drafted else None
+        drafted = answer(ours, text, drafts, **options)
         assert torch.equal(drafted, answer(plain, text, **options))
         assert ours.get_seq_length() == plain.get_seq_length()
         text = torch.cat([drafted, WORDS[:, :5]], dim=1)
+        count("an answer with drafts is that of plain steps", is_drafted)
 
 
 def test_streamer_processor_and_criterion_get_one_token_after_the_other():
