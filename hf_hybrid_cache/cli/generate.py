@@ -37,7 +37,7 @@ from .options import (
     option,
     with_options,
 )
-from .task import Task, dtype_text, record, say_what_is_read, summary, why_no_more
+from .task import Task, dtype_text, record, say_what_is_read, summary, thought_alone, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -150,6 +150,8 @@ def generate(
         if explain and chat.reuse is not None:
             note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)
+        if chat.last is not None and chat.last.is_thought_alone:
+            note(notes, thought_alone(chat.last, "--no-thinking"))
         if as_json:
             print_json(out, took)
         elif took["finish_reason"] == "length":
