@@ -76,6 +76,11 @@ class Answer:
     thinking_tokens: int = 0
 
     @property
+    def is_thought_alone(self) -> bool:
+        """Whether it ended within its thought, so that there is no text."""
+        return 0 < self.thinking_tokens == len(self.token_ids)
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens a second after the first one; `None` for an answer of one token."""
         after_first = self.seconds - self.first_token_seconds

@@ -18,7 +18,7 @@ from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
 from .console import UsageError, end_line, json_object, note, out_of_memory, write
-from .task import drafts_text, say_what_is_read, why_no_more
+from .task import drafts_text, say_what_is_read, thought_alone, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -280,6 +280,8 @@ class ChatCommands:
             self._remark("the answer was ended")
         elif reason == "context":
             self._remark(f"ended at the context of {chat.context:,} tokens.{_WAYS_OUT}")
+        elif chat.last is not None and chat.last.is_thought_alone:
+            self._remark(thought_alone(chat.last, "/set thinking no"))
         elif reason == "length":
             self._remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
         if chat.num_free < _WARN_BELOW_TOKENS and not self._has_warned:

@@ -37,6 +37,7 @@ from .task import (
     say_what_is_read,
     say_what_is_stored_otherwise,
     summary,
+    thought_alone,
     why_no_more,
 )
 
@@ -153,6 +154,8 @@ def generate(
         if explain and chat.reuse is not None:
             note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)
+        if chat.last is not None and chat.last.is_thought_alone:
+            note(notes, thought_alone(chat.last, "--no-thinking"))
         if as_json:
             print_json(out, took)
         elif took["finish_reason"] == "length":

@@ -153,6 +153,11 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def thought_alone(answer: "Answer", way_out: str) -> str:
+    """The remark that there is a thought and no answer; `way_out` asks for an answer without one."""
+    return f"no answer: it ended within its thought, after {answer.thinking_tokens:,} tokens; {way_out} leaves that out"
+
+
 def answer_fields(answer: "Answer", is_json: bool) -> dict[str, Any]:
     """The fields that an answer has in all lines of JSON, in which one that is JSON, and whole, is its value."""
     value: Any = answer.text

@@ -488,13 +488,14 @@ class Recorder:
         self, query: torch.Tensor, handle: KVHandle, out: torch.Tensor, scale: float | None, cap: Any, sinks: Any
     ) -> None:
         layer, shape = self._layers[id(handle.layer)], handle.layer.shape
-        _, heads, _, key_dim = query.shape
+        # Of one token; beside a mask transformers gives the heads of a group as if they were tokens.
+        _, groups, members, key_dim = query.shape
+        heads, is_packed = groups * members, members > 1
         with self.paused():
             self._array(out, is_new=True)
-            plain = query.contiguous() if query.stride(3) != 1 else query
-            attended = (
-                out if out.dtype == query.dtype and out.stride(3) == 1 else torch.empty(out.shape, dtype=query.dtype)
-            )
+            plain = query.contiguous() if is_packed or query.stride(3) != 1 else query
+            fits = out.dtype == query.dtype and out.stride(3) == 1 and not is_packed
+            attended = out if fits else torch.empty(out.shape, dtype=query.dtype)
             for each in (plain, attended):
                 self._array(each, is_new=True)
             if plain is not query:
@@ -504,10 +505,10 @@ class Recorder:
             self.recording.steps.append(
                 Attend(
                     layer,
-                    _of_heads(self._array(plain)),
+                    _of_heads(self._array(plain.view(1, heads, 1, key_dim))),
                     keys,
                     values,
-                    _of_heads(self._array(attended)),
+                    _of_heads(self._array(attended.view(1, heads, 1, shape.value_dim))),
                     shape.num_kv_heads,
                     heads // shape.num_kv_heads,
                     key_dim,

@@ -127,6 +127,16 @@ def test_a_thought_is_a_remark_and_no_part_of_the_answer(tmp_path: Path):
     assert (without["thinking"], without["answer_tokens"]) == ("", found["answer_tokens"] - 20)
 
 
+def test_an_answer_that_ends_within_its_thought_says_so(tmp_path: Path):
+    tokenizer = tokenizer_of("R1, of many tokens")  # whose prompt begins the thought
+    folder = model_in(tmp_path / "model", 1024, tokenizer, eos_token_id=list(range(len(tokenizer))))
+    found = answered(folder, "--question", "Who?")
+    assert (found["answer"], found["thinking_tokens"], found["finish_reason"]) == ("", 1, "stop")
+    said = "no answer: it ended within its thought, after 1 tokens; {} leaves that out"
+    assert said.format("--no-thinking") in generate(folder, "--question", "Who?").stderr
+    assert said.format("/set thinking no") in run("chat", "--model", folder, typed="Who?\n").stderr
+
+
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "min_p": 0.1}
 
 

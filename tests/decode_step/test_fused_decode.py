@@ -63,7 +63,7 @@ def test_fused_steps_give_what_the_own_forward_gives(family: str, cache: str, dt
 
 
 @pytest.mark.usefixtures("exact_kernels")
-@pytest.mark.parametrize("window", [5, 64, 65, 100, 128])
+@pytest.mark.parametrize("window", [2, 4, 64, 65, 100, 128])
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
 def test_all_steps_over_windows_of_any_size_are_in_one_call(family: str, window: int):
     twins = Twins(made_at_random(family, sliding_window=window), tolerance=1e-5)
