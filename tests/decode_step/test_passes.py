@@ -230,12 +230,12 @@ def models_with(attention: str, made_before: dict[str, Any] = {}) -> Any:  # noq
     return made_before[attention]
 
 
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_mask_gives_what_the_own_forward_gives(data: st.DataObject):
     own, ours = models_with("sdpa")
-    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 300))
-    continuations = data.draw(st.integers(1, 3)) if batch == 1 else 1
+    batch, continuations = data.draw(st.sampled_from([(1, 1), (3, 1), (1, 3), (2, 2)]))
+    length, held = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 300))
     caches = [DynamicCache(config=own.config), DynamicHybridCache(ours.config)]
     prompt, batch = random_prompt(batch, held), batch * continuations
     tokens = random_prompt(batch, length, seed=1)

@@ -262,15 +262,14 @@ class StepProgram:
         attend, (blocks, first, batch, length, is_prefix, follows_prefix) = attention.attend, call
         assert blocks.element == attention.element, (blocks.element, attention.element)
         workspace = self._workspace(attend, which, call)
+        ranges = self._ranges[int(follows_prefix), attend.mask, first : first + batch * length]
         parts, in_codes = workspace.ask(
             _strided(attention.query, first, length),
             _strided(attention.out, first, length),
             blocks,
             attend.scale,
             cap=attend.cap,
-            seen=self._ranges[int(follows_prefix), attend.mask, first : first + batch * length].reshape(
-                batch, 1, length, 2
-            ),
+            seen=ranges.reshape(batch, 1, length, 2),
         )
         written, prefix = attention.calls[which], attention.addresses[which - 1] if follows_prefix else 0
         written[: SCRATCH // 8] = workspace.asked[: SCRATCH // 8]
