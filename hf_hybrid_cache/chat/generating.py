@@ -159,12 +159,13 @@ class Generator:
         if together > 1:  # without the tokens that follow its end where others are longer
             starts = (token_ids[:length] for length in range(1, len(token_ids)))
             token_ids = next((each for each in starts if self._is_whole(made, counted, each)), token_ids)
+        counted.read(token_ids)
         if not made.is_whole:
             reason = "interrupted"
         elif not self._is_ended(made, token_ids):
-            reason = "context" if len(token_ids) >= asked.room else "length"
+            is_full = len(token_ids) >= asked.room and counted.num_answer < made.wanted_tokens
+            reason = "context" if is_full else "length"
         thought, text = self.texts(made, token_ids)
-        counted.read(token_ids)
         return Answer(
             question=asked.question,
             text=text.strip(),
@@ -274,6 +275,7 @@ class Generation:
     Attributes:
         asked: the questions.
         settings: of their answers, which are no longer than the context has room for.
+        wanted_tokens: of an answer at most, as the settings had it.
         thought: form of their thoughts; `None` for none.
         most_thinking_tokens: of a thought, so that the context has room for the answer after it.
         most_tokens: of a thought and an answer.
@@ -286,7 +288,7 @@ class Generation:
     """
 
     def __init__(self, asked: Sequence[Asked], settings: AnswerSettings):
-        room = min(each.room for each in asked)
+        room, self.wanted_tokens = min(each.room for each in asked), settings.max_new_tokens
         self.asked, self.settings = asked, replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
         self.thought, self.most_thinking_tokens = asked[0].thought, 0
         self.most_tokens = self.settings.max_new_tokens
