@@ -181,12 +181,13 @@ class Generator:
     def _answer(self, made: "Generation", asked: Asked, token_ids: list[int]) -> Answer:
         counted, together = self.counted(made), len(made.asked)
         reason: FinishReason = "stop"
+        counted.read(token_ids)
         if not made.is_whole:
             reason = "interrupted"
         elif not self._is_ended(made, token_ids):
-            reason = "context" if len(token_ids) >= asked.room else "length"
+            is_full = len(token_ids) >= asked.room and counted.num_answer < made.wanted_tokens
+            reason = "context" if is_full else "length"
         thought, text = self.texts(made, token_ids)
-        counted.read(token_ids)
         return Answer(
             question=asked.question,
             text=text.strip(),
@@ -303,6 +304,7 @@ class Generation:
     Attributes:
         asked: the question of each answer.
         settings: of their answers, which are no longer than the context has room for.
+        wanted_tokens: of an answer at most, as the settings had it.
         thought: form of their thoughts; `None` for none.
         most_thinking_tokens: of a thought, so that the context has room for the answer after it.
         most_tokens: of a thought and an answer.
@@ -327,7 +329,7 @@ class Generation:
         top_logprobs: int | None = None,
         stand_in: Callable[[PreTrainedModel], Any] | None = None,
     ):
-        room = min(each.room for each in asked)
+        room, self.wanted_tokens = min(each.room for each in asked), settings.max_new_tokens
         self.asked, self.num_told = [each for each in asked for _ in range(answers)], answers
         self.seeds = [
             None if settings.seed is None else (settings.seed + i) % 2**64 for _ in asked for i in range(answers)

@@ -383,7 +383,7 @@ class ChatTemplate:
             kept -= len(token_ids) - most_tokens
         raise PromptError(
             f"{most_tokens:,} tokens are left for the document, and the prompt takes {most_tokens - room:,} without "
-            "it: ask for shorter answers, or use a model with a longer context."
+            "it: ask for shorter answers, or take a longer context."
         )
 
     @property

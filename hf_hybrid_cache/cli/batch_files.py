@@ -398,8 +398,11 @@ def _questions(
         raise ValueError(f"not JSON in UTF-8 that can be read ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError("not an object")
-    about_each = [{"document": name} | fields for name in documents] if "document" not in fields else []
-    return [_question(number, asked, folder, form) for asked in about_each or [fields]]
+    if "document" in fields:
+        return [_question(number, fields, folder, form)]
+    if not documents:
+        raise ValueError("no 'document'; give it one, or --document for all lines without")
+    return [_question(number, {"document": name} | fields, folder, form) for name in documents]
 
 
 def _question(number: int, fields: dict[str, Any], folder: Path, form: Mapping[str, Form]) -> Question:

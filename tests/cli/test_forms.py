@@ -103,7 +103,7 @@ def test_batch_asks_a_line_without_a_document_about_each_that_is_named(folder: P
     ask(folder, [own])
     assert "has a document of its own: drop --document" in batch(folder, model, *named, code=2)
     ask(folder, [{"question": "Who?"}])
-    assert "'document' must be the name of a file or a folder" in batch(folder, model, code=2)
+    assert "line 1: no 'document'; give it one, or --document for all lines" in batch(folder, model, code=2)
 
 
 def test_batch_when_a_form_changes_then_asks_again_only_if_told(folder: Path, model: Path):

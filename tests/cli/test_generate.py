@@ -198,6 +198,9 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     assert found is not None
     assert 128 <= int(found[1]) < 160  # a quarter of the context, and the question
     assert "\nended at the model's context of 512 tokens: --context reads less of a document\n" in said.stderr
+    few = generate(small, *asked, "--max-new-tokens", 3)  # for which just as much is left
+    assert "tokens were read (the context is 512" in few.stdout
+    assert "\nended at --max-new-tokens 3, which may be raised\n" in few.stderr
     assert "the context is 512" in generate(small, *asked, "--context", 500).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
     given = ["generate", "--model", small, "--device", "cpu"]
@@ -213,18 +216,16 @@ def test_of_several_documents_whole_cut_and_left_out_ones_are_named(
     for number, name in enumerate(("a.txt", "b.md", "c.txt")):
         Path(name).write_text("Ada signed it. " * 9 * number + "She did.")
     report.unlink()
-    asked = ["--document", ".", "--model", model, *SHORT, "--context", 150, "--max-new-tokens", 2]
-    for command in (["generate", "--question", "Who?"], ["chat"]):
-        said = re.match(
-            r"\[Only the first 150 of the 3 documents' (\d+) tokens were read \(--context 150\)\. Whole: a\.txt\. "
-            r"Cut: b\.md \((\d+) of (\d+) tokens\)\. Left out: c\.txt\. "
-            r"The answer knows nothing of the last (\d+)\.\]\n\n",
-            run(*command, *asked, typed="").stdout,
-        )
-        assert said is not None
-        total, kept, whole, lost = map(int, said.groups())
-        assert total - lost == 150
-        assert 0 < kept < whole
+    said = re.match(
+        r"\[Only the first 150 of the 3 documents' (\d+) tokens were read \(--context 150\)\. Whole: a\.txt\. "
+        r"Cut: b\.md \((\d+) of (\d+) tokens\)\. Left out: c\.txt\. "
+        r"The answer knows nothing of the last (\d+)\.\]\n\n",
+        generate(model, "--document", ".", "--context", 150, "--question", "Who?").stdout,
+    )
+    assert said is not None
+    total, kept, whole, lost = map(int, said.groups())
+    assert total - lost == 150
+    assert 0 < kept < whole
 
 
 # Documents of a prefix store
