@@ -120,6 +120,7 @@ FORMS = {
     ),
     # No model's: what marks are is seen from the template alone.
     "odd": Form("", "((call ", " with ", "))", " "),
+    "deep": Form("", '(({"name": "', '", "input": {"of": ', "}}))", " "),
 }
 
 
