@@ -313,8 +313,8 @@ def call_form(
     for bracket in re.finditer(r"[\[{]", begin):
         item, stop = _decoded(whole, bracket.start())
         item = item[0] if isinstance(item, list) and item else item
-        if isinstance(item, dict) and name in item.values():
-            by_value = {_text(each): key for key, each in item.items()}
+        by_value = {_text(each): key for key, each in item.items()} if isinstance(item, dict) else {}
+        if by_value.keys() >= {_text(name), _text(arguments)}:
             keys = by_value[_text(name)], by_value[_text(arguments)]
             marks, closes = {begin[: bracket.start()].strip()}, _parts(whole[stop:])
             break

@@ -96,13 +96,15 @@ FORMS = {
     ),
     # mistralai/Mistral-Small-3.2-24B-Instruct-2506; Devstral is without the id
     "Mistral Small": Form("", "[TOOL_CALLS]", "[CALL_ID]{{ call.id }}[ARGS]", "", turn=_MISTRAL_TURN, special=_MISTRAL),
-    # moonshotai/Kimi-K2-Instruct
+    # moonshotai/Kimi-K2-Thinking
     "Kimi": Form(
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>functions.",
         ":{{ loop.index0 }}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
+        thought="<think>{{ m.thinking }}</think>",
+        tokens=("<think>", "</think>"),
         special=("<|im_start|>", "<|im_end|>", *_KIMI),
     ),
     # openai/gpt-oss-120b
@@ -118,6 +120,7 @@ FORMS = {
     ),
     # No model's: what marks are is seen from the template alone.
     "odd": Form("", "((call ", " with ", "))", " "),
+    "deep": Form("", '(({"name": "', '", "input": {"of": ', "}}))", " "),
 }
 
 

@@ -126,7 +126,7 @@ def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["Hermes", "Llama", "gpt-oss", "odd"])
-def test_strict_arguments_and_answers_of_a_schema_are_held_where_a_call_is_free(name: str, tmp_path: Path):
+def test_strict_arguments_and_schemas_are_held_where_a_call_is_free(name: str, tmp_path: Path):
     asking, form = Asking(name, tmp_path), FORMS[name]
     asked = Conversation((Message("user", "Hi"),), (WEATHER, SEARCH), strict=frozenset({"search"}))
     begun = f"{form.begin}{form.name}search{form.arguments}".replace("{{ call.id }}", "a" * 9)
