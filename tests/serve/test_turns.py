@@ -27,14 +27,14 @@ CHUNK = 2048
 class Asked:
     """An engine, and the passes of its model: the id of the cache, and the tokens."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, memory_bytes: int = 2**30):
         model: Any = AutoModelForCausalLM.from_pretrained(model_in(folder / "model", 2**14, eos_token_id=None))
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         self.log = list[tuple[int, list[int]]]()
         self.before: Callable[[int], object] = lambda _: None  # is called with the tokens of each pass
         model.register_forward_pre_hook(self._note, with_kwargs=True)
         store = PrefixStore(folder / "store", identity="notes passes")
-        self._engine = Engine(model, tokenizer, store, memory_bytes=2**30, remark=print, cache="dynamic")
+        self._engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
 
     def _note(self, _module: Any, _: Any, inputs: dict[str, Any]) -> None:
         [token_ids] = inputs["input_ids"].tolist()
@@ -149,3 +149,19 @@ def test_memory_that_ends_in_one_answer_leaves_the_others_theirs(asked: Asked):
     assert error.value.status == 503
     talker = asked.log[0][0]
     asked.require_same_alone("Go on.", [token_ids for cache, token_ids in asked.log if cache == talker])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_conversations_leave_memory_as_soon_as_one_that_runs_needs_it(tmp_path: Path, has_room: bool):
+    asked, again = Asked(tmp_path, 2**30 if has_room else 2**20), list[Any]()
+    known, chunks = asked.ask("Go on.", 1)[1].answer.prompt_tokens - 1, list[int]()
+
+    def ask_again(tokens: int) -> None:
+        chunks.append(tokens)
+        if chunks.count(CHUNK) == 3:
+            again.append(pool.submit(asked.ask, "Go on."))
+
+    asked.before = ask_again
+    with ThreadPoolExecutor(1) as pool:
+        asked.ask(DOCUMENT)
+        assert again[0].result()[1].cached_tokens == known * has_room
