@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..attention import blocks_of, place_of
+from ..kernels import StoredBlocks
 from ..layers import HybridLayer
-from ..storage import Store
+from ..storage import SharedPrefix, Store
 from .hybrid_cache import HybridCache
 
 # Of tokens that may follow where no layer is ours.
@@ -35,6 +36,7 @@ class WholeSteps:
     Attributes:
         indices: of our layers.
         blocks: the records of the layers' tokens, to which a step adds the next one.
+        prefixes: those of tokens before these that several sequences share, by the place of the layer in `indices`.
         num_left: how many tokens may follow now, in one step or several; 0 if a layer has something to do first.
         why_none: the reason why not, or an empty string.
 
@@ -61,12 +63,16 @@ class WholeSteps:
         else:
             self.num_left = min((store.make_place() for store in stores), default=_ANY_NUMBER)
             self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
-        self.blocks = [blocks_of(store) for store in stores] if self.num_left else []
+        stores = stores if self.num_left else []
+        self.blocks, self.prefixes = [blocks_of(_growing(store)) for store in stores], dict[int, StoredBlocks]()
+        for index, store in enumerate(stores):
+            if isinstance(store, SharedPrefix) and isinstance(store.prefix, Store):
+                self.prefixes[index] = blocks_of(store.prefix)
         self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
         self._places, self._versions = [each.place for each in self.blocks], [store.version for store in stores]
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[Store | SharedPrefix]:
         """The stores of the layers."""
         found = [store() for store in self._stores]
         return [store for store in found if store is not None]
@@ -81,7 +87,7 @@ class WholeSteps:
             layer, store = layer_of(), store_of()
             if layer is None or store is None or not layer.still_has(store):
                 return False
-            if store.version != version or place_of(store) != place:
+            if store.version != version or place_of(_growing(store)) != place:
                 return False
         return True
 
@@ -101,7 +107,8 @@ class WholeSteps:
     def count_next(self, length: int) -> None:
         """Count the tokens of the next step in the records; the stores count them once they are written."""
         for store, blocks in zip(self.stores, self.blocks, strict=True):
-            blocks.count(store.own_tokens + length, store.hidden_from_next())
+            growing = _growing(store)
+            blocks.count(growing.own_tokens + length, growing.hidden_from_next())
 
     def end(self, length: int, queries: Callable[[], Iterable[tuple[int, torch.Tensor]]]) -> None:
         """
@@ -131,3 +138,10 @@ class WholeSteps:
                     of_layers[index].observe(each)
         self.num_left -= length if stores else 0
         self._versions = [store.version for store in stores]
+
+
+def _growing(store: Store | SharedPrefix) -> Store:
+    """The store of the tokens that each sequence has for itself, to which others come; a prefix stays as it is."""
+    growing = store.tails if isinstance(store, SharedPrefix) else store
+    assert isinstance(growing, Store)
+    return growing

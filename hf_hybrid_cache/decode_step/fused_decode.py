@@ -5,7 +5,7 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..cache import HybridCache, is_unaltered
-from ..cache_argument import passed_cache
+from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from ..kernels import Products
 from ..scalars import MOST_ROWS
 from .snapshot import Snapshot
@@ -52,6 +52,7 @@ class FusedDecode:
     Attributes:
         fused_steps: number of steps that have run so.
         other_passes: number of forward passes that the model's own forward has run, by the reason.
+        passes_apart: number of times that passes which `run_together` was given ran one after the other, likewise.
         head: the output head, if its forward is replaced, too.
     """
 
@@ -66,6 +67,7 @@ class FusedDecode:
         self._passes = threading.local()
         self.fused_steps = 0
         self.other_passes: Counter[str] = Counter()
+        self.passes_apart: Counter[str] = Counter()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -97,6 +99,8 @@ class FusedDecode:
     def __repr__(self) -> str:
         passes = self.other_passes.most_common()
         others = "".join(f"\n  {count:,} passes by the model's own forward: {why}" for why, count in passes)
+        for why, count in self.passes_apart.most_common():
+            others += f"\n  {count:,} times passes of several caches ran one after the other: {why}"
         return f"{self.fused_steps:,} decode steps in one call{others}"
 
     def __enter__(self) -> "FusedDecode":
@@ -121,6 +125,8 @@ class FusedDecode:
         assert decoder is not None
         if not self._is_on or torch.compiler.is_compiling():
             return type(decoder).forward(decoder, *args, **kwargs)
+        if (given := getattr(self._passes, "result", None)) is not None:
+            return given
         out = self._run(decoder, args, kwargs)
         if layers_of(decoder):  # planning runs a decoder without, to learn what the rest of the pass before took
             self._passes.are_fused = not isinstance(out, str)
@@ -140,23 +146,31 @@ class FusedDecode:
         return recognised
 
     def _run(self, decoder: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Run a step; return the output of the model, or the reason why its own forward has to run."""
+        """Run a step; return the output of the decoder, or the reason why its own forward has to run."""
         if args:
             code = undecorated(type(decoder).forward).__code__
             named = dict(zip(code.co_varnames[1 : code.co_argcount], args, strict=False))
             if len(named) < len(args) or named.keys() & given.keys():
                 return "the arguments are not those of a step"
             given = {**named, **given}
-        cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
-        given_as: Any = states if tokens is None else tokens
-        if (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
-            return "the arguments are not those of a step"
-        if not isinstance(cache, HybridCache) or not is_unaltered(cache):
-            return "the cache is not of this package"
-        batch, length, *_ = given_as.shape
-        if batch * length > MOST_ROWS:
+        outs = self._run_all(decoder, [given])
+        return outs if isinstance(outs, str) else outs[0]
+
+    def _run_all(self, decoder: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) -> list[Any] | str:
+        """Run passes of several caches as one step; return the outputs of the decoder, or why it is none."""
+        caches, sizes = list[HybridCache](), list[tuple[int, int]]()
+        for given in passes:
+            cache, states, tokens = passed_cache(given), given.get("inputs_embeds"), given.get("input_ids")
+            given_as: Any = states if tokens is None else tokens
+            if (tokens is None) == (states is None) or getattr(given_as, "ndim", 0) != (2 if states is None else 3):
+                return "the arguments are not those of a step"
+            if not isinstance(cache, HybridCache) or not is_unaltered(cache):
+                return "the cache is not of this package"
+            caches.append(cache)
+            sizes.append(tuple(given_as.shape[:2]))
+        if sum(batch * length for batch, length in sizes) > MOST_ROWS:
             return f"more than {MOST_ROWS} tokens come at once"
-        if why_other := _why_other(decoder, given):
+        if why_other := next(filter(None, (_why_other(decoder, given) for given in passes)), ""):
             return why_other
         recognised = self.recognise(decoder)
         if isinstance(recognised.step, str):
@@ -165,38 +179,69 @@ class FusedDecode:
         with contextlib.suppress(IndexError):
             plan = recognised.plans.pop()
         plan = plan or recognised.step.plan(decoder)
-        why_other = plan.take(cache, batch, length)
-        if not why_other and plan.length < length:
+        why_other = plan.take(caches, sizes)
+        if not why_other and plan.sizes != sizes:
             recognised.plans[:] = [plan]
-            if not isinstance(given.get("attention_mask"), (torch.Tensor, type(None))):
+            if not all(isinstance(each.get("attention_mask"), (torch.Tensor, type(None))) for each in passes):
                 return "a mask is not of sequences, queries and tokens"
-            return self._run_in_two(given, plan.length, length)
+            firsts, lengths = ([length for _, length in each] for each in (plan.sizes, sizes))
+            return self._run_in_two(decoder, passes, firsts, lengths)
         if not why_other:
             names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+            kept = [{name: each[name] for name in names if each.get(name) is not None} for each in passes]
             try:
-                out = plan.run(cache, **{name: given[name] for name in names if given.get(name) is not None})
+                outs = plan.run(list(zip(caches, kept, strict=True)))
                 self.fused_steps += 1
             except UnfitStepError as error:
                 why_other = str(error)
         recognised.plans[:] = [plan]
-        return why_other or out
+        return why_other or outs
 
-    def _run_in_two(self, given: dict[str, Any], first: int, length: int) -> Any:
-        """Run a pass of `length` tokens as two, of which the first ends where a block of the cache is full."""
-        outs = []
-        for start, end in ((0, first), (first, length)):
-            part = dict(given)
-            for name, value in given.items():
-                if name == "attention_mask" and value is not None:
-                    value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
-                    part[name] = value[..., : value.shape[-1] - (length - end)]
-                elif name == "inputs_embeds" and value is not None:
-                    part[name] = value[:, start:end]
-                elif name in ("input_ids", "position_ids") and value is not None:
-                    part[name] = value[..., start:end]
-            outs.append(self(**part))
-        outs[1].last_hidden_state = torch.cat([each.last_hidden_state for each in outs], dim=1)
-        return outs[1]
+    def run_together(self, model: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Run passes of a model whose decoder this is, see `run_together`."""
+        decoder = self._decoder()
+        why_apart = "the steps of the model do not run in one call"
+        if decoder is not None and self._is_on and model.get_decoder() is decoder:
+            outs = self._run_all(decoder, passes)
+            if not isinstance(outs, str):
+                return self._with_heads(model, passes, outs)
+            why_apart = outs
+        self.passes_apart[why_apart] += 1
+        return [model(**each) for each in passes]
+
+    def _with_heads(self, model: PreTrainedModel, passes: Sequence[Mapping[str, Any]], outs: list[Any]) -> list[Any]:
+        """Run what follows the decoder once, for the states of all passes; return the outputs of the model for each."""
+        states = [each.last_hidden_state for each in outs]
+        joined = torch.cat([each.flatten(0, 1) for each in states])[None]
+        self._passes.result, self._passes.are_fused = type(outs[0])(last_hidden_state=joined), True
+        try:
+            whole = model(**{name: value for name, value in passes[0].items() if name != "logits_to_keep"})
+        finally:
+            self._passes.result = None
+        results, all_logits = [], whole.logits[0].split([each.shape[0] * each.shape[1] for each in states])
+        for given, out, of_pass, logits in zip(passes, outs, states, all_logits, strict=True):
+            kept, logits = given.get("logits_to_keep") or 0, logits.unflatten(0, of_pass.shape[:2])
+            logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
+            results.append(type(whole)(logits=logits, **{CACHE_ARGUMENT: out[CACHE_ARGUMENT]}))
+        return results
+
+    def _run_in_two(
+        self, decoder: PreTrainedModel, passes: Sequence[Mapping[str, Any]], firsts: list[int], lengths: list[int]
+    ) -> list[Any] | str:
+        """Run passes of these lengths as two steps, of which the first ends where a block of a cache is full."""
+        parts = zip(passes, firsts, lengths, strict=True)
+        outs = self._run_all(decoder, [_part_of(given, 0, first, length) for given, first, length in parts])
+        if isinstance(outs, str):
+            return outs
+        left = [index for index, (first, length) in enumerate(zip(firsts, lengths, strict=True)) if first < length]
+        rest = [_part_of(passes[index], firsts[index], lengths[index], lengths[index]) for index in left]
+        others = self._run_all(decoder, rest)
+        if isinstance(others, str):
+            others = [self(**each) for each in rest]
+        for index, out in zip(left, others, strict=True):
+            out.last_hidden_state = torch.cat([outs[index].last_hidden_state, out.last_hidden_state], dim=1)
+            outs[index] = out
+        return outs
 
 
 class _OutputHead:
@@ -234,6 +279,20 @@ class _OutputHead:
         num_tokens, of_bias = states.numel() // columns, 0 if bias is None else bias.data_ptr()
         products.multiply(0, states.data_ptr(), num_tokens, is_bfloat16, of_bias, out.data_ptr())
         return out
+
+
+def _part_of(given: Mapping[str, Any], start: int, end: int, length: int) -> dict[str, Any]:
+    """The arguments of some tokens of a pass of `length` tokens."""
+    part = dict(given)
+    for name, value in given.items():
+        if name == "attention_mask" and value is not None:
+            value = value[:, :, start:end] if value.dim() == 4 and value.shape[2] == length else value
+            part[name] = value[..., : value.shape[-1] - (length - end)]
+        elif name == "inputs_embeds" and value is not None:
+            part[name] = value[:, start:end]
+        elif name in ("input_ids", "position_ids") and value is not None:
+            part[name] = value[..., start:end]
+    return part
 
 
 def _recognise(decoder: PreTrainedModel) -> tuple[Snapshot, RecordedStep | str]:
@@ -291,7 +350,7 @@ def is_own_forward(forward: Any, attributes: Mapping[str, Any]) -> bool:
     return getattr(owner, "__dict__", None) is attributes and forward.__func__ is kind.forward
 
 
-def _why_other(decoder: PreTrainedModel, given: dict[str, Any]) -> str:
+def _why_other(decoder: PreTrainedModel, given: Mapping[str, Any]) -> str:
     """Return what keeps any step of a call from running in one, or an empty string."""
     config: Any = decoder.config
     if torch.is_grad_enabled():
@@ -379,3 +438,35 @@ def repeats_rows(model: PreTrainedModel) -> bool:
     """Return whether steps of a model run in one call, in which a token has the same bits whatever comes with it."""
     fused = vars(model.get_decoder()).get("forward")
     return isinstance(fused, FusedDecode) and bool(fused.repeats_rows)
+
+
+def run_together(model: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """
+    Run forward passes of several caches, as one decode step where they can be one: weights are read once for all.
+
+    They can be if each could be a step of `fuse_decode` by itself, and all have up to 16 tokens together. Otherwise
+    they run one after the other; `FusedDecode.passes_apart` counts why. Tokens have the bits that they would have alone
+    where `repeats_rows(model)`, and so have the caches. Run it without gradients, as `generate` runs.
+
+    Args:
+        model: with an output head.
+        passes: arguments of `model` for each pass by their names, of that pass alone: `input_ids`, `[batch, length]`, a
+            cache of its own that holds tokens, under the name that transformers has for it, and `attention_mask`,
+            `position_ids` and `logits_to_keep` as far as the pass needs them.
+
+    Returns:
+        What `model` returns for each: its `logits`, `[batch, tokens to keep, vocabulary]`, and its cache.
+
+    Raises:
+        ValueError: two passes have the same cache.
+
+    Example:
+        >>> passes = [{"input_ids": token, "cache": cache} for token, cache in clients]
+        >>> next_tokens = [out.logits[:, -1].argmax(-1) for out in run_together(model, passes)]
+    """
+    if len({id(passed_cache(each)) for each in passes}) < len(passes):
+        raise ValueError(f"Each of the {len(passes)} passes needs a cache of its own, and two have the same, or none.")
+    fused = vars(model.get_decoder()).get("forward")
+    if len(passes) < 2 or not isinstance(fused, FusedDecode):
+        return [model(**each) for each in passes]
+    return fused.run_together(model, passes)

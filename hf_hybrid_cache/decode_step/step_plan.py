@@ -1,7 +1,8 @@
 """A recorded step with its memory, and the layers of the cache that it is run with."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..attention.queries import Queries, seen_ranges, simplified
+from ..attention.queries import Queries, mask_arrays, seen_ranges, simplified
 from ..attention.torch_attention import attend_to_states
 from ..cache import HybridCache, WholeSteps
 from ..errors import HybridCacheError
-from ..kernels import BFLOAT16, Attend, Call, Memory, Place, StepProgram
+from ..kernels import BFLOAT16, Attend, Call, Memory, Place, Seen, Sequences, StepProgram
 from ..scalars import MOST_ROWS
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
@@ -26,9 +27,22 @@ class UnfitStepError(HybridCacheError, RuntimeError):
     """A step is not one that was recorded; the message says why."""
 
 
+@dataclass
+class _Pass:
+    """A pass over one cache: what its stages are given, values and the mask of each, and the last one's result."""
+
+    cache: HybridCache
+    rows: slice
+    batch: int
+    length: int
+    values: dict[StageValue, Any] = field(default_factory=dict)
+    masks: list[Any] = field(default_factory=list)
+    states: torch.Tensor | None = None
+
+
 class StepPlan:
     """
-    The step of a model for some tokens of each of some sequences, up to `MOST_ROWS` in all.
+    The step of a model for some tokens of each sequence of one or several caches, up to `MOST_ROWS` in all.
 
     Args:
         decoder: whose forward runs around the stages. It is not kept, and its modules are.
@@ -38,8 +52,7 @@ class StepPlan:
         why_plain: see `RecordedStep`.
 
     Attributes:
-        batch: number of sequences of the step that was taken.
-        length: tokens of each.
+        sizes: of each cache of the step that was taken the number of sequences, and tokens of each.
     """
 
     def __init__(
@@ -50,7 +63,7 @@ class StepPlan:
         steps: Sequence[Step],
         why_plain: str = "",
     ):
-        self.batch = self.length = 0
+        self.sizes: list[tuple[int, int]] = []
         self._recording, self._all_steps = recording, steps
         self._stages = Stages(decoder, names)
         self._wanted: dict[int, list[int]] = {}
@@ -59,120 +72,154 @@ class StepPlan:
         self._attends = [step for step in steps if isinstance(step, Attend)]
         self._layers = sorted({step.layer for step in self._attends})
         self._calls_cache = any(isinstance(step, PythonCall) and HybridCache in step.leaves for step in steps)
+        self._gives_masks = any(
+            isinstance(leaf, MaskOf) for step in steps if isinstance(step, PythonCall) for leaf in step.leaves
+        )
         self._why_plain = why_plain
-        self._steps: WholeSteps | None = None
+        self._steps: list[WholeSteps] = []
         self._in_kernels: tuple[int, ...] | None = None
-        self._cache: Any = None
-        self._values: dict[StageValue, Any] = {}
-        self._masks: list[Any] = []
+        self._passes: list[_Pass] = []
 
     @property
     def attends_in_kernels(self) -> bool:
         """Whether no layer of the cache that was taken is transformers' own."""
         return self._in_kernels == tuple(self._layers)
 
-    def take(self, cache: HybridCache, batch: int, length: int) -> str:
+    def take(self, caches: Sequence[HybridCache], sizes: Sequence[tuple[int, int]]) -> str:
         """
-        Prepare a step over a cache; return why it is not possible, or an empty string.
+        Prepare a step over some caches; return why it is not possible, or an empty string.
 
-        `length` says for how many tokens it is, at least one: others follow once a block of the cache is full.
+        `sizes` says for how many tokens it is, at least one of each: others follow once a block of a cache is full.
 
         Args:
-            cache: its tokens.
-            batch: number of sequences.
-            length: tokens of each that are wanted.
+            caches: their tokens.
+            sizes: of each the number of sequences, and tokens of each that are wanted.
 
         Raises:
             IncompleteCacheError: something has ended a change of the cache half-way.
         """
-        if self._why_plain and length > 1:
+        if self._why_plain and (len(caches) > 1 or sizes[0][1] > 1):
             return self._why_plain
-        steps = self._steps
-        if steps is None or self.batch != batch or not steps.are_of(cache):
-            self._steps, self.batch = None, 0
-            steps = WholeSteps(cache, self._layers, self._calls_cache)
-            if steps.why_none:
-                return steps.why_none
-            if steps.indices != self._in_kernels:
-                self._build(steps.indices)
-            for shape, store in zip(self._shapes, steps.stores, strict=True):
-                if store.shape != shape._replace(batch=batch):
-                    return f"the cache holds {store.shape}, the step is of {shape._replace(batch=batch)}"
-            self._steps = steps
-        length = min(length, steps.num_left)
-        if (batch, length) != (self.batch, self.length):
-            self.batch = 0  # until it is whole
-            steps.count_next(length)
-            self._program.take(steps.blocks, batch, length)
-            self.batch, self.length = batch, length
+        before, self._steps = self._steps, []
+        steps: list[WholeSteps] = []
+        for cache, (batch, _) in zip(caches, sizes, strict=True):
+            held = (each for each, (number, _) in zip(before, self.sizes, strict=False) if number == batch)
+            of_cache = next((each for each in held if each.are_of(cache)), None)
+            if of_cache is None:
+                of_cache = WholeSteps(cache, self._layers, self._calls_cache)
+                if why_not := of_cache.why_none or self._why_other(of_cache, batch, len(caches) > 1):
+                    return why_not
+            steps.append(of_cache)
+        sizes = [(batch, min(length, each.num_left)) for each, (batch, length) in zip(steps, sizes, strict=True)]
+        if steps != before or sizes != self.sizes:
+            self.sizes = []  # until it is whole
+            for each, (_, length) in zip(steps, sizes, strict=True):
+                each.count_next(length)
+            each_size = zip(steps, sizes, strict=True)
+            self._program.take([Sequences(each.blocks, *size, each.prefixes) for each, size in each_size])
+            self.sizes = sizes
+        self._steps = steps
         return ""
 
-    def run(self, cache: HybridCache, **given: Any) -> Any:
+    def _why_other(self, steps: WholeSteps, batch: int, are_several: bool) -> str:
+        """Let the program be one for the kinds of layers of a cache; return why it is not for what they hold."""
+        if are_several and (self._gives_masks or steps.indices != tuple(self._layers)):
+            return "a part of the step that Python calls takes the cache, or the mask, of one pass"
+        if steps.indices != self._in_kernels:
+            self._build(steps.indices)
+        for shape, store in zip(self._shapes, steps.stores, strict=True):
+            if store.shape != shape._replace(batch=batch):
+                return f"the cache holds {store.shape}, the step is of {shape._replace(batch=batch)}"
+        return ""
+
+    def run(self, given: Sequence[tuple[HybridCache, Mapping[str, Any]]]) -> list[Any]:
         """
-        Run the step over the cache that was taken; return what the decoder returns.
+        Run the step over the caches that were taken; return what the decoder returns for each.
 
         Args:
-            cache: the same.
-            given: further arguments of the decoder.
+            given: the same caches, and further arguments of the decoder for each.
 
         Raises:
             UnfitStepError: it is none that was recorded; nothing has changed.
         """
-        self._cache, self._values, self._masks = cache, {}, []
+        outs, first = [], 0
         try:
-            return self._stages.run(cache, self._call_stage, **given)
+            for (cache, of_pass), (batch, length) in zip(given, self.sizes, strict=True):
+                rows = slice(first, first := first + batch * length)
+                self._passes.append(_Pass(cache, rows, batch, length))
+                outs.append(self._stages.run(cache, self._call_stage, **of_pass))
+                # The states of all but the last are not there yet.
+                if len(outs) < len(given) and outs[-1][0] is not self._passes[-1].states:
+                    raise UnfitStepError("the decoder computes after its last layer")
+            return outs
         finally:
-            self._cache, self._values, self._masks = None, {}, []
+            self._passes = []
 
     def _call_stage(self, stage: int, module: nn.Module, args: Any, options: Any) -> Any:
-        """Note what a stage is given; the last one runs the step."""
+        """Note what a stage is given; the last one of the last pass runs the step."""
+        own = self._passes[-1]
         if stage in self._wanted:
             leaves = tree_leaves((args, options))
-            self._values.update((StageValue(stage, leaf), leaves[leaf]) for leaf in self._wanted[stage])
+            own.values.update((StageValue(stage, leaf), leaves[leaf]) for leaf in self._wanted[stage])
         mask = mask_of(self._recording.masks[stage], args, options)
-        is_new = mask is not None and not any(mask is each for each in self._masks)
+        is_new = mask is not None and not any(mask is each for each in own.masks)
         if self._why_plain and is_new and not _hides_nothing(mask):
             raise UnfitStepError(self._why_plain)
-        self._masks.append(mask)
+        own.masks.append(mask)
         others = self._recording.outputs[stage]
-        states = self._run_program() if stage == len(self._recording.outputs) - 1 else args[0]
+        states = args[0]
+        if stage == len(self._recording.outputs) - 1:
+            states = own.states = self._result.new_empty(own.batch, own.length, *self._result.shape[2:])
+            if len(self._passes) == len(self.sizes):
+                self._run_program()
         return states if others is None else (states, *([None] * len(others)))
 
-    def _run_program(self) -> torch.Tensor:
-        steps, rows = self._steps, self.batch * self.length
-        assert steps is not None
-        inputs = [(view[:rows], self._fitting(source)) for source, (view, _) in self._inputs.items()]
-        steps.count_next(self.length)
-        self._write_seen(steps)
-        self._steps = None  # until it is whole
-        steps.begin()
+    def _run_program(self) -> None:
+        """Run the step with what all passes are given; write the states of each."""
+        steps, sources = self._steps, self._inputs.items()
+        inputs = [(view[each.rows], self._fitting(of, each)) for each in self._passes for of, (view, _) in sources]
+        for each, of_steps in zip(self._passes, steps, strict=True):
+            of_steps.count_next(each.length)
+        both = zip(self._passes, steps, strict=True)
+        self._program.see([seen for each, of_steps in both for seen in self._seen_by(each, of_steps)])
+        self._steps = []  # until it is whole
+        for of_steps in steps:
+            of_steps.begin()
         for view, value in inputs:
             view.copy_(value)
         self._program.run([partial(call, self) for call in self._calls])
-        steps.end(self.length, self._queries)
+        for each, of_steps in zip(self._passes, steps, strict=True):
+            of_steps.end(each.length, partial(self._queries, each))
+            assert each.states is not None
+            each.states.copy_(self._result[each.rows].view(each.states.shape))
         self._steps = steps
-        result = self._result[:rows].clone()
-        return result.view(self.batch, self.length, *result.shape[2:])
 
-    def _write_seen(self, steps: WholeSteps) -> None:
-        """Write which tokens of its layer each row sees, as the masks of the stages say."""
-        batch, length, blocks = self.batch, self.length, dict(zip(steps.indices, steps.blocks, strict=True))
-        # Stages, by their mask, the number of tokens, and how many first ones it has no columns for.
-        alike: dict[tuple[int, int, int], list[int]] = {}
+    def _seen_by(self, of_pass: _Pass, steps: WholeSteps) -> Iterator[Seen]:
+        """Yield which tokens of its layer each row of a pass sees, as the masks of the stages say."""
+        batch, length, masks = of_pass.batch, of_pass.length, of_pass.masks
+        places = {layer: place for place, layer in enumerate(steps.indices)}
+        # Stages, by their mask, the number of tokens, how many first ones it has no columns for, and those of a prefix.
+        alike: dict[tuple[int, int, int, int], list[int]] = {}
         for step in self._attends:
-            mask = self._masks[step.mask]
+            mask = masks[step.mask]
             if not (isinstance(mask, torch.Tensor) and mask.dim() == 4) and (mask is not None or length > 1):
                 raise UnfitStepError("there is no mask of sequences, queries and tokens")
-            if step.layer in blocks:
-                key = id(mask), blocks[step.layer].num_tokens, blocks[step.layer].hidden
-                alike.setdefault(key, []).append(step.mask)
-        for (_, num_tokens, hidden), stages in alike.items():
-            ranges = hidden + _ranges_of(self._masks[stages[0]], num_tokens - hidden)
-            self._program.seen[stages, : batch * length] = np.broadcast_to(ranges, (batch, length, 2)).reshape(-1, 2)
+            if (place := places.get(step.layer)) is not None:
+                blocks, prefix = steps.blocks[place], steps.prefixes.get(place)
+                shared = 0 if prefix is None else prefix.num_tokens
+                alike.setdefault((id(mask), blocks.num_tokens, blocks.hidden, shared), []).append(step.mask)
+        for (_, num_tokens, hidden, shared), stages in alike.items():
+            columns = shared + num_tokens - hidden
+            seen, pieces = _seen_of(masks[stages[0]], columns), ((0, shared), (shared, columns))
+            parts = [_ranges_of(seen, start, end, batch, length) for start, end in pieces if start < end]
+            if np.all([ranges[:, 0] == ranges[:, 1] for ranges, _ in parts], axis=0).any():
+                raise UnfitStepError("a mask hides all tokens")
+            for after_prefix, (ranges, visible) in enumerate(parts):
+                yield Seen(stages, of_pass.rows.start, hidden + ranges, visible, bool(after_prefix))
 
-    def _fitting(self, source: StageValue) -> torch.Tensor:
-        """Return what a stage is given, for each row, if it is of the kind that was recorded."""
-        value, batch, length = self._values[source], self.batch, self.length
+    def _fitting(self, source: StageValue, of_pass: _Pass) -> torch.Tensor:
+        """Return what a stage is given, for each row of a pass, if it is of the kind that was recorded."""
+        value, batch, length = of_pass.values[source], of_pass.batch, of_pass.length
         view, array = self._inputs[source]
         fits = value.dtype == view.dtype and value.device == view.device and value.dim() == len(array.shape)
         differ = [at for at, size in enumerate(array.shape) if fits and value.shape[at] != size]
@@ -247,34 +294,34 @@ class StepPlan:
         numbers = numbers[: num_bytes // item * item].view(dtype)
         return numbers.as_strided((MOST_ROWS, *shape), (memory.row_bytes // item, *strides), array.offset)
 
-    def _states(self, place: Place, heads: int, dim: int) -> torch.Tensor:
-        """Queries, keys, values or outputs of the step that was taken, `[batch, heads, length, dim]`."""
+    def _states(self, of_pass: _Pass, place: Place, heads: int, dim: int) -> torch.Tensor:
+        """Queries, keys, values or outputs of a pass, `[batch, heads, length, dim]`."""
         dtype = torch.bfloat16 if place.kind == BFLOAT16 else torch.float32
         heads_apart, numbers_apart = place.strides
         rows = self._view(Array(place.storage, dtype, place.offset, (1, heads, dim), (0, heads_apart, numbers_apart)))
-        return rows[: self.batch * self.length].unflatten(0, (self.batch, self.length)).transpose(1, 2)
+        return rows[of_pass.rows].unflatten(0, (of_pass.batch, of_pass.length)).transpose(1, 2)
 
-    def _queries(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _queries(self, of_pass: _Pass) -> Iterator[tuple[int, torch.Tensor]]:
         """The queries of layers that kernels attend to, with the index of the layer."""
         for step in self._attends:
-            yield step.layer, self._states(step.query, step.num_kv_heads * step.group, step.key_dim)
+            yield step.layer, self._states(of_pass, step.query, step.num_kv_heads * step.group, step.key_dim)
 
     def _attend(self, step: Attend) -> None:
         """Attention to a layer of transformers' own."""
-        heads = step.num_kv_heads * step.group
+        heads, [own] = step.num_kv_heads * step.group, self._passes
         assert step.keys is not None
         assert step.values is not None
-        keys = self._states(step.keys, step.num_kv_heads, step.key_dim)
-        values = self._states(step.values, step.num_kv_heads, step.value_dim)
-        states = self._cache.update(keys.clone(), values.clone(), step.layer)
-        query = self._states(step.query, heads, step.key_dim)
-        queries = Queries(query, step.group, step.scale, self._masks[step.mask], cap=step.cap)
+        keys = self._states(own, step.keys, step.num_kv_heads, step.key_dim)
+        values = self._states(own, step.values, step.num_kv_heads, step.value_dim)
+        states = own.cache.update(keys.clone(), values.clone(), step.layer)
+        query = self._states(own, step.query, heads, step.key_dim)
+        queries = Queries(query, step.group, step.scale, own.masks[step.mask], cap=step.cap)
         out, lse = attend_to_states(queries, lambda: states)
         if step.sinks is not None:
             constant = self._recording.constants[step.sinks.storage]
             sinks = constant.as_strided((heads, 1), (*step.sinks.strides, 0), step.sinks.offset)
             out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
-        self._states(step.out, heads, step.value_dim).copy_(out)
+        self._states(own, step.out, heads, step.value_dim).copy_(out)
 
     def _caller(self, call: PythonCall) -> Callable[["StepPlan"], None]:
         """A function that makes a call with what is in memory."""
@@ -284,7 +331,7 @@ class StepPlan:
         truths = [index for index in arrays if call.leaves[index].dtype == torch.bool]
 
         def run(plan: "StepPlan") -> None:  # a plan that refers to itself would keep the weights alive
-            rows = plan.batch * plan.length
+            rows = plan._passes[-1].rows.stop
             for leaves, outs in views[:rows]:
                 given, written = [plan._current(each) for each in leaves], outs
                 if call.of_all_rows:
@@ -314,12 +361,12 @@ class StepPlan:
 
     def _current(self, leaf: Any) -> Any:
         if leaf is HybridCache:
-            return self._cache
-        return self._masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
+            return self._passes[0].cache
+        return self._passes[0].masks[leaf.stage] if isinstance(leaf, MaskOf) else leaf
 
 
-def _ranges_of(mask: torch.Tensor | None, num_tokens: int) -> np.ndarray:
-    """The first token that each query sees and the one after the last, `[batch, queries, 2]`; both may be 1 for all."""
+def _seen_of(mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+    """Return which tokens a query sees, boolean `[batch, 1, queries, tokens]`, or 1 for all; `None` for all tokens."""
     if mask is not None:
         is_mask = mask.dtype == torch.bool or mask.is_floating_point()
         if not is_mask or mask.shape[1] != 1 or mask.shape[3] != num_tokens:
@@ -327,14 +374,27 @@ def _ranges_of(mask: torch.Tensor | None, num_tokens: int) -> np.ndarray:
                 f"a mask is {tuple(mask.shape)} of {mask.dtype}, of a layer with {num_tokens:,} tokens"
             )
     seen = mask if mask is None or mask.dtype == torch.bool else simplified(mask)
-    if seen is None:
-        return np.array([[[0, num_tokens]]])
-    if seen.dtype != torch.bool:
+    if seen is not None and seen.dtype != torch.bool:
         raise UnfitStepError("a mask adds numbers to the scores, or hides all tokens")
-    ranges, are_too_wide = seen_ranges(seen)
-    if are_too_wide or (ranges[..., 0] == ranges[..., 1]).any():
-        raise UnfitStepError("a mask hides tokens between others, or all tokens")
-    return ranges[:, 0]
+    return seen
+
+
+def _ranges_of(
+    seen: torch.Tensor | None, start: int, end: int, batch: int, length: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ranges of some columns of a mask for each row, and the columns if they say more, see `Seen`."""
+    ranges, visible = np.array([[[[0, end - start]]]]), None
+    if seen is not None:
+        ranges, are_too_wide = seen_ranges(seen[..., start:end])
+        visible = mask_arrays(seen[..., start:end])[0] if are_too_wide else None
+    of_rows = [
+        None
+        if each is None
+        else np.broadcast_to(each[:, 0], (batch, length, each.shape[3])).reshape(batch * length, -1)
+        for each in (ranges, visible)
+    ]
+    assert of_rows[0] is not None
+    return of_rows[0], of_rows[1]
 
 
 def _hides_nothing(mask: Any) -> bool:

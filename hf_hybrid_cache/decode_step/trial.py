@@ -138,9 +138,9 @@ def _require_alike(
         UnrecordableError: the results differ by more than rounding.
     """
     before, plan = copy.deepcopy(cache), step.plan(decoder)
-    if why_not := plan.take(cache, *tokens.shape):
+    if why_not := plan.take([cache], [(tokens.shape[0], tokens.shape[1])]):
         raise UnrecordableError(why_not)
-    ours = plan.run(cache, input_ids=tokens, **given)[0]
+    ours = plan.run([(cache, {"input_ids": tokens, **given})])[0][0]
     own = run_own(decoder, copy.deepcopy(before), input_ids=tokens, **given)
     apart = _apart(ours, own)
     most = _MOST_APART[own.dtype] * max(1.0, len(step.recording.outputs) / _FEW_STAGES) ** 0.5

@@ -43,7 +43,7 @@ from .step.instructions import (
     Place,
     ProductOf,
 )
-from .step.program import StepProgram
+from .step.program import Seen, Sequences, StepProgram
 from .vector.code_tiles import BITS
 from .vector.compiled import KernelsDisabledError
 from .vector.parallel import use_threads_here
@@ -80,6 +80,8 @@ __all__ = [
     "ProductOf",
     "Products",
     "QuantizedBlocks",
+    "Seen",
+    "Sequences",
     "Shape",
     "StepProgram",
     "StoredBlocks",

@@ -458,7 +458,7 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
-    def store_in_place(self) -> Store | None:
+    def store_in_place(self) -> Store | SharedPrefix | None:
         """
         Return the store if a kernel may write the next tokens to it and attend to them, see `Store.make_place`.
 
@@ -469,11 +469,13 @@ class HybridLayer(CacheLayerMixin):
         """
         store, place = self.usable_store(), self._place
         self._lent = None
-        if not isinstance(store, Store) or place is None or not place.on_cpu or self._stores.attention.is_declined:
+        if place is None or not place.on_cpu or self._stores.attention.is_declined:
+            return None
+        if not isinstance(store, (Store, SharedPrefix)):
             return None
         return store if store.is_in_host_blocks else None
 
-    def still_has(self, store: Store) -> bool:
+    def still_has(self, store: AnyStore) -> bool:
         """Return whether this is the layer's store, and no caller has read states, which may be edited, from it."""
         return self._store is store and self._lent is None
 

@@ -104,6 +104,28 @@ class SharedPrefix(TokenStore):
         self.tails.write(keys, values, on_device)
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
 
+    @property
+    def is_in_host_blocks(self) -> bool:
+        """Whether all tokens are in blocks in host memory, see `Store`."""
+        return all(isinstance(each, Store) and each.is_in_host_blocks for each in (self.prefix, self.tails))
+
+    def make_place(self) -> int:
+        """Have memory for the next tokens after the tails, see `Store.make_place`."""
+        assert isinstance(self.tails, Store)
+        return self.tails.make_place() if self.is_intact else 0
+
+    def note_written(self, count: int) -> None:
+        """Count more tokens of each sequence, which were written in their places."""
+        assert isinstance(self.tails, Store)
+        self.tails.note_written(count)
+        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
+
+    def forget_uncounted(self, count: int) -> None:
+        """Take tokens back that `note_written` has counted in one place only, because it was interrupted."""
+        assert isinstance(self.tails, Store)
+        self.tails.forget_uncounted(count)
+        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
+
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens`. If they are fewer than `least_tokens`, all are to be stored anew."""
         left = num_tokens - self.prefix.num_tokens

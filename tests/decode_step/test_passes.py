@@ -11,9 +11,9 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from decode_step.twins import CACHES, FIRST_STEP, MAY_END_FUSING, made, made_at_random
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
+from hf_hybrid_cache.cache_argument import cache_argument, passed_cache
+from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode, run_together
 
 from common.modes import generate
 from models.tiny_models import random_prompt
@@ -36,11 +36,14 @@ def padded(lengths: list[int], more: int = 0) -> torch.Tensor:
 
 def pass_of(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Logits of a pass, with positions that count the tokens of each sequence."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    given = {"attention_mask": mask, "position_ids": positions, **cache_argument(cache)}
     with torch.no_grad():
-        logits: torch.Tensor = model(tokens, **given).logits
+        logits: torch.Tensor = model(**arguments_of(cache, tokens, mask)).logits
     return logits
+
+
+def arguments_of(cache: Any, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, **cache_argument(cache)}
 
 
 @st.composite
@@ -61,11 +64,15 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bi
     assert fused.repeats_rows
 
     @settings(max_examples=8)
-    @given(passes(), st.sampled_from(sorted(CACHES)), st.integers(0, 15))
-    def check(shape: tuple[list[int], int], name: str, rejected: int) -> None:
+    @given(passes(), st.sampled_from(sorted(CACHES)), st.integers(0, 15), st.integers(1, 3))
+    def check(shape: tuple[list[int], int], name: str, rejected: int, continuations: int) -> None:
         lengths, length = shape
-        batch, longest, cache = len(lengths), max(lengths), CACHES[name](model.config)
-        pass_of(model, cache, random_prompt(batch, longest), padded(lengths))
+        longest, cache = max(lengths), CACHES[name](model.config)
+        pass_of(model, cache, random_prompt(len(lengths), longest), padded(lengths))
+        cache.batch_repeat_interleave(continuations)
+        lengths = [each for each in lengths for _ in range(continuations)]
+        batch = len(lengths)
+        length = min(length, 16 // batch)
         alone = [copy.deepcopy(cache) for _ in lengths]
         rejected = min(rejected, 16 // batch, 63 - longest % 64)
         if rejected:
@@ -82,6 +89,117 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, bi
         assert {*(fused.other_passes - before)} <= {MAY_END_FUSING}, fused
 
     check()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_continuations_of_a_prompt_give_what_the_own_forward_gives(bits: int | None, groups: int):
+    own, ours = models_with("sdpa")
+    fused, lengths = vars(ours.model)["forward"], [330, 250][:groups] * 3
+    cache = HybridCache(own.config, codec=None if bits is None else minmax(bits, rotate=True))
+    pass_of(own, cache, random_prompt(groups, 330), padded(lengths[:groups]))
+    cache.batch_repeat_interleave(3)
+    lengths, caches, before = (
+        sorted(lengths, reverse=True),
+        (cache, copy.deepcopy(cache)),
+        copy.copy(fused.other_passes),
+    )
+    length = 2 if bits is None else 1  # the first token of a pass over the end of a block sees no codes of it
+    for more in range(length, 80, length):
+        tokens = random_prompt(3 * groups, length, seed=more)
+        result, expected = (
+            pass_of(model, each, tokens, padded(lengths, more)) for model, each in zip((ours, own), caches, strict=True)
+        )
+        apart = (result - expected).norm() / expected.norm()
+        assert apart <= (1e-5 if bits is None else 0.02), (more, apart)
+        if more == 40:
+            for each in caches:
+                each.reorder_cache(torch.arange(3 * groups).flip(0))
+            lengths.reverse()
+    assert fused.other_passes == before
+
+
+@st.composite
+def clients(draw: st.DrawFn) -> list[tuple[str, list[int], int]]:
+    """The kinds of some caches, the lengths of their prompts, and how many sequences continue each prompt."""
+    kinds = st.sampled_from(sorted(CACHES))
+    lengths = st.sampled_from([20, 63, 130, 191, 256, 900]).flatmap(lambda most: st.sampled_from([[most], [most, 17]]))
+    return draw(st.lists(st.tuples(kinds, lengths, st.integers(1, 2)), min_size=2, max_size=4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 8), (torch.float32, 4)]
+)
+def test_passes_of_several_caches_together_have_the_bits_of_each_alone(dtype: torch.dtype, bits: int | None):
+    model = made_at_random("Llama", dtype, bits, **ODD)
+    fused, together = fuse_decode(model), list[bool]()
+
+    @settings(max_examples=5)
+    @given(clients(), st.lists(st.lists(st.integers(1, 4), min_size=4, max_size=4), min_size=3, max_size=3))
+    def check(kinds: list[tuple[str, list[int], int]], steps: list[list[int]]) -> None:
+        caches, masks = list[HybridCache](), list[torch.Tensor]()
+        for seed, (kind, lengths, continuations) in enumerate(kinds):
+            caches.append(CACHES[kind](model.config))
+            masks.append(padded(lengths).repeat_interleave(continuations, 0))
+            pass_of(model, caches[-1], random_prompt(len(lengths), max(lengths), seed), padded(lengths))
+            caches[-1].batch_repeat_interleave(continuations)
+        alone, most = copy.deepcopy(caches), 16 // sum(len(each) for each in masks)
+        for number, wanted in enumerate(steps):
+            lengths = [min(most, each) for each in wanted]
+            tokens = [random_prompt(len(mask), each, number) for mask, each in zip(masks, lengths, strict=False)]
+            masks = [torch.cat([mask, torch.ones_like(each)], 1) for mask, each in zip(masks, tokens, strict=True)]
+            given_to = [arguments_of(*each) for each in zip(caches, tokens, masks, strict=True)]
+            apart = fused.passes_apart.total()
+            with torch.no_grad():
+                outs = run_together(model, given_to)
+            together.append(fused.passes_apart.total() == apart)
+            for out, cache, own, ids, mask in zip(outs, caches, alone, tokens, masks, strict=True):
+                assert torch.equal(out.logits, pass_of(model, own, ids, mask))
+                assert passed_cache(out) is cache
+                assert torch.equal(cache.layers[1].keys, own.layers[1].keys)
+                for each in (cache, own):
+                    each.crop(-1)
+            masks = [mask[:, :-1] for mask in masks]
+            if number:  # another client is the first, and one has gone
+                caches, alone, masks = caches[:0:-1], alone[:0:-1], masks[:0:-1]
+
+    check()
+    assert set(fused.passes_apart) <= {MAY_END_FUSING}, fused.passes_apart
+    assert sum(together) > len(together) / 2
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Qwen3Moe"])  # windows and caps, scaled logits, experts
+def test_passes_of_several_caches_together_give_what_the_own_forward_gives(family: str):
+    own = made_at_random(family)
+    ours, caches = copy.deepcopy(own), [DynamicHybridCache(own.config) for _ in range(3)]
+    fused, masks = fuse_decode(ours), [padded([100, 30]), padded([7]), padded([70])]
+    for cache, mask in zip(caches, masks, strict=True):
+        pass_of(own, cache, random_prompt(*mask.shape), mask)
+    masks = [torch.cat([mask, torch.ones_like(mask[:, :2])], 1) for mask in masks]
+    given_to = [
+        {**arguments_of(cache, random_prompt(len(mask), 2), mask), "logits_to_keep": 1}
+        for cache, mask in zip(copy.deepcopy(caches), masks, strict=True)
+    ]
+    with torch.no_grad():
+        outs = run_together(ours, given_to)
+    for out, cache, mask in zip(outs, caches, masks, strict=True):
+        expected = pass_of(own, cache, random_prompt(len(mask), 2), mask)[:, -1:]
+        torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
+    assert (fused.fused_steps, fused.passes_apart) == (1, {})
+
+
+@torch.no_grad()
+def test_passes_that_are_no_step_together_run_apart_and_say_why():
+    _, model = models_with("sdpa")
+    fused, caches = vars(model.model)["forward"], [DynamicHybridCache(model.config), DynamicCache(config=model.config)]
+    for cache in caches:
+        model(random_prompt(1, 20), **cache_argument(cache))
+    given_to = [{"input_ids": random_prompt(1, 1), **cache_argument(each)} for each in caches]
+    results = [out.logits for out in run_together(model, given_to)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert fused.passes_apart == {"the cache is not of this package": 1}
+    with pytest.raises(ValueError, match="needs a cache of its own"):
+        run_together(model, given_to[:1] * 2)
 
 
 @settings(max_examples=12)
@@ -114,21 +232,26 @@ def models_with(attention: str, made_before: dict[str, Any] = {}) -> Any:  # noq
 
 @settings(max_examples=15)
 @given(st.data())
-def test_a_mask_of_any_ranges_gives_what_the_own_forward_gives(data: st.DataObject):
+def test_any_mask_gives_what_the_own_forward_gives(data: st.DataObject):
     own, ours = models_with("sdpa")
-    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 150))
+    batch, length, held = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 300))
+    continuations = data.draw(st.integers(1, 3)) if batch == 1 else 1
     caches = [DynamicCache(config=own.config), DynamicHybridCache(ours.config)]
-    prompt, tokens = random_prompt(batch, held), random_prompt(batch, length, seed=1)
+    prompt, batch = random_prompt(batch, held), batch * continuations
+    tokens = random_prompt(batch, length, seed=1)
     first = torch.tensor(data.draw(st.lists(st.integers(0, held), min_size=batch * length, max_size=batch * length)))
     end = held + 1 + torch.arange(length)
     places = torch.arange(held + length)
     mask = (places >= first.view(batch, 1, length, 1)) & (places < end[:, None])
+    if data.draw(st.booleans()):  # what is seen has holes
+        mask &= (torch.rand(mask.shape, generator=torch.Generator().manual_seed(held)) < 0.7) | (places == held)
     if data.draw(st.booleans()):
         mask = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
     results, before = [], vars(ours.model)["forward"].fused_steps
     with torch.no_grad():
         for model, cache in zip((own, ours), caches, strict=True):
             model(prompt, **cache_argument(cache))
+            cache.batch_repeat_interleave(continuations)
             results.append(model(tokens, attention_mask=mask, **cache_argument(cache)).logits)
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert vars(ours.model)["forward"].fused_steps > before

@@ -30,6 +30,8 @@ from hf_hybrid_cache.kernels import (
     Place,
     ProductOf,
     Products,
+    Seen,
+    Sequences,
     StepProgram,
     StoredBlocks,
     dequantize_panels,
@@ -155,7 +157,7 @@ class Recorded:
         """Run it for some rows, or all; return what it writes to some of what is held."""
         rows = list(range(self.rows)) if rows is None else rows
         program, given = self.program(rows)
-        program.take((), len(rows))
+        program.take([Sequences((), len(rows))])
         program.run()
         return [given[out.storage] for out in outs]
 
@@ -412,8 +414,8 @@ class Layer:
     def run(self, rows: list[int]) -> torch.Tensor:
         program, given = self.recorded.program(rows)
         blocks = self.blocks(rows)
-        program.take([blocks], len(rows))
-        program.seen[0, : len(rows)] = 0, blocks.num_tokens
+        program.take([Sequences([blocks], len(rows))])
+        program.see([Seen([0], 0, np.array([[0, blocks.num_tokens]] * len(rows)))])
         program.run()
         return given[self.out.storage]
 
@@ -448,7 +450,7 @@ def test_program_when_python_is_called_between_then_it_works_on_rows() -> None:
     recorded.operations.append(Call((doubled.storage,)))
     recorded.write(result, "neg", doubled)
     program, held = recorded.program([0, 1, 2])
-    program.take((), 3)
+    program.take([Sequences((), 3)])
     at = program.memory_of(doubled.storage)
 
     def square() -> None:

@@ -21,6 +21,7 @@ from .attention_call import (
     mask_tile,
     merge_rows,
     reset_rows,
+    results_of,
     row_bytes,
     score_factor,
     scratch_at,
@@ -184,15 +185,7 @@ def _attend_block(element, block, first, head, memory, work, address):
 @jit
 def merge_head(head, address):
     """Write the results of a head's rows from all parts."""
-    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    sequence = head // stored.num_kv_heads
-    memory, row = (
-        sequence * call.parts * scratch.part_bytes,
-        (head - sequence * stored.num_kv_heads) * call.rows_at_once,
-    )
-    maxima, sums = scratch.maxima + memory + row * 4, scratch.sums + memory + row * 4
-    partial = scratch.partial + memory + row * stored.width * 4
-    merge_rows(head, 0, call.rows, call.parts, call.quantized_parts, maxima, sums, partial, scratch.part_bytes, address)
+    merge_rows(head, 0, call_at(address, AttentionCall).rows, results_of(head, 0, address), address)
 
 
 def attention_kernels(element: np.dtype) -> list[Needed]:

@@ -113,6 +113,11 @@ class AttentionCall(NamedTuple):
     sinks_of_sequence: int
     sinks_of_head: int
     sinks_are_bfloat16: int  # otherwise float32
+    # Calls that run side by side, for the rows of one pass:
+    first_row: int  # of the pass
+    is_prefix: int  # whether its tokens are those before others, which the rows attend to by the next call
+    prefix: int  # address of the call whose parts are merged with those of this one; 0 for none
+    following: int  # address of the next call of the pass; 0 for none
     # Sizes:
     group: int  # query heads of a KV head
     query_length: int
@@ -364,23 +369,66 @@ def mask_tile(head, first, start, ranges, scores, factor, address):
             numbers[token] = -np.inf
 
 
-@jit_function
-def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, part_bytes, address):
-    """
-    Write outputs and log-sum-exps of rows, from `first` on, merged from their partial results.
+class PartialResults(NamedTuple):
+    """Partial results of some rows of a head; addresses are those of the first row, and of the first part."""
 
-    maxima, sums, partial: addresses of the first part's, `part_bytes` before those of the next. The first
-    `rotated_parts` parts are sums of quantized values.
+    parts: int
+    rotated_parts: int  # the first ones, sums of quantized values
+    maxima: int
+    sums: int
+    partial: int
+    part_bytes: int  # from a part to the next one
+
+
+@jit_inlined
+def results_of(head, row, address):
+    """The partial results of rows of a head, from `row` on, in a call by few queries."""
+    call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
+    sequence = head // stored.num_kv_heads
+    memory = sequence * call.parts * scratch.part_bytes
+    row += (head - sequence * stored.num_kv_heads) * call.rows_at_once
+    return PartialResults(
+        call.parts,
+        call.quantized_parts,
+        scratch.maxima + memory + row * 4,
+        scratch.sums + memory + row * 4,
+        scratch.partial + memory + row * stored.width * 4,
+        scratch.part_bytes,
+    )
+
+
+@jit_inlined
+def _results_of_prefix(sequence, query_head, index, address):
+    """The partial results of a query in the call for the prefix of its sequence, where those are rows of one."""
+    call, stored = call_at(address, AttentionCall), stored_at(address)
+    continuations = stored.heads // stored_at(call.prefix).heads
+    prefix, kv_head = sequence // continuations, query_head // call.group
+    row = (query_head - kv_head * call.group) * continuations + sequence - prefix * continuations
+    return results_of(prefix * stored.num_kv_heads + kv_head, row * call.query_length + index, call.prefix)
+
+
+@jit_function
+def merge_rows(head, first, count, own, address):
+    """
+    Write outputs and log-sum-exps of rows, from `first` on, merged from their `PartialResults`.
+
+    Those of their prefix, if the call has one, come first.
     """
     call, stored = call_at(address, AttentionCall), stored_at(address)
     merged, floats = np.empty(stored.width, np.float64), np.empty((2, stored.width), np.float32)
-    matrix = stored.rotation_matrix
+    quantized = call.prefix if call.prefix and not own.rotated_parts else address  # both have one codec
+    matrix = stored_at(quantized).rotation_matrix
     if matrix:
         matrix += head % stored.num_kv_heads * stored.value_dim * stored.value_dim * 4
-    rotation = value_layout(address).rotation
+    rotation = value_layout(quantized).rotation
     for row in range(count):
-        base, total = _highest(maxima + row * 4, parts, part_bytes), 0.0
         sequence, query_head, index = place_of(head, first + row, address)
+        base, total, prefix = _highest(-np.inf, own, row), 0.0, own
+        if call.prefix:
+            prefix = _results_of_prefix(sequence, query_head, index, address)
+            base = _highest(base, prefix, 0)
+        # -inf - -inf is NaN.
+        base = 0.0 if base == -np.inf else base
         if call.sinks:
             place = call.sinks + sequence * call.sinks_of_sequence + query_head * call.sinks_of_head
             sink = (bfloat16_at(place) if call.sinks_are_bfloat16 else floats_at(place, 1)[0]) * LOG2_E
@@ -388,17 +436,14 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
             total = _power_of_two(sink - base)
         for column in range(stored.width):
             merged[column] = 0
-        for part in range(parts):
-            if 0 < part == rotated_parts:
-                rotate_back(merged, stored.value_dim, rotation, matrix, floats)
-            memory = part * part_bytes
-            weight = _power_of_two(floats_at(maxima + memory, row + 1)[row] - base)
-            total += weight * floats_at(sums + memory, row + 1)[row]
-            numbers = floats_at(partial + memory + row * stored.width * 4, stored.width)
-            for column in range(stored.width):
-                merged[column] += weight * numbers[column]
-        if rotated_parts == parts:
+        if call.prefix:
+            total = _add_parts(0, prefix.rotated_parts, prefix, 0, base, total, merged)
+        total = _add_parts(0, own.rotated_parts, own, row, base, total, merged)
+        if own.rotated_parts or prefix.rotated_parts:
             rotate_back(merged, stored.value_dim, rotation, matrix, floats)
+        if call.prefix:
+            total = _add_parts(prefix.rotated_parts, prefix.parts, prefix, 0, base, total, merged)
+        total = _add_parts(own.rotated_parts, own.parts, own, row, base, total, merged)
         for column in range(stored.width):
             # A row that sees no token gives zeros, or NaN if a score is NaN, as torch does.
             floats[0, column] = merged[column] / total if total != 0 else merged[column]
@@ -410,14 +455,27 @@ def merge_rows(head, first, count, parts, rotated_parts, maxima, sums, partial, 
 
 
 @jit_function
-def _highest(maxima, parts, part_bytes):
-    """The highest of a row's maxima over the parts; 0 if the row sees no token, because -inf - -inf is NaN."""
-    highest = np.float64(-np.inf)
-    for part in range(parts):
-        maximum = floats_at(maxima + part * part_bytes, 1)[0]
+def _highest(highest, results, row):
+    """The highest of a row's maxima over the parts, and of another number."""
+    for part in range(results.parts):
+        maximum = floats_at(results.maxima + part * results.part_bytes + row * 4, 1)[0]
         if maximum > highest:
             highest = np.float64(maximum)
-    return 0.0 if highest == -np.inf else highest
+    return highest
+
+
+@jit_function
+def _add_parts(first, end, results, row, base, total, merged):
+    """Add a row's partial results of some parts to `merged`; return `total` with their sums."""
+    width = merged.size
+    for part in range(first, end):
+        memory = part * results.part_bytes
+        weight = _power_of_two(floats_at(results.maxima + memory + row * 4, 1)[0] - base)
+        total += weight * floats_at(results.sums + memory + row * 4, 1)[0]
+        numbers = floats_at(results.partial + memory + row * width * 4, width)
+        for column in range(width):
+            merged[column] += weight * numbers[column]
+    return total
 
 
 @jit_inlined

@@ -28,6 +28,7 @@ from ..vector.vector_ir import BLOCK
 from .attention import has_mask
 from .attention_call import (
     AttentionCall,
+    PartialResults,
     cap_tile,
     key_layout,
     mask_tile,
@@ -73,7 +74,8 @@ def _attend_part(part, thread, work):
     begin, end = take_ranges(head, first, padded, scratch.ranges + memory, address)
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         _attend_block(element, block, head, first, padded, memory, address)
-    merge_rows(head, first, count, sides, sides - 1, maxima, sums, partial, scratch.side_bytes, address)
+    own = PartialResults(sides, sides - 1, maxima, sums, partial, scratch.side_bytes)
+    merge_rows(head, first, count, own, address)
 
 
 @jit_function

@@ -90,7 +90,7 @@ class Multiply(NamedTuple):
 
 class Attend(NamedTuple):
     """
-    Attention of each row's token to tokens of a layer of the cache, see `StepProgram.seen`.
+    Attention of each row's token to tokens of a layer of the cache, see `StepProgram.see`.
 
     Attributes:
         layer: index of the blocks in what `StepProgram.take` is given.
@@ -106,7 +106,7 @@ class Attend(NamedTuple):
         scale: of the scores.
         cap: scores are `cap * tanh(scale * product / cap)`; `None` for the products themselves.
         sinks: `[query heads]`, the score of one more token of each head whose value is zero; `None` for none.
-        mask: which of `StepProgram.seen` says what rows see.
+        mask: its number in `Seen`, which says what rows see.
     """
 
     layer: int

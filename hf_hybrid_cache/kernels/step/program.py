@@ -49,41 +49,108 @@ from .rows import (
 # first cache lines of a part come late.
 _PARTS_OF_THREAD, _LEAST_PART, _LARGEST_PART = 2, 2**15, 2**19
 _MOST_LINES = 3  # dimensions of lines
-_SINKS = AttentionCall._fields.index("sinks")
+_SINKS, _FIRST_ROW, _PREFIX, _LENGTH, _VISIBLE = (
+    AttentionCall._fields.index(name) for name in ("sinks", "first_row", "prefix", "query_length", "visible")
+)
 # The element type of blocks, by the kind of the states that are written to them.
 _ELEMENTS: dict[int, np.dtype] = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
 
 
-class _Run:
-    """Operations of kernels without a call of Python between them; the number of parts of each, `None` for the rows."""
+class Sequences(NamedTuple):
+    """
+    Rows of a pass: tokens of the sequences of one cache.
 
-    def __init__(self) -> None:
-        self.operations: list[tuple[Kernel, int]] = []
-        self.parts: list[int | None] = []
-        self.whole: Operations | None = None
+    Attributes:
+        layers: the records of the cache's layers, which count the tokens to come already. The caller keeps them.
+            Further tokens of the same blocks are counted there.
+        batch: number of sequences.
+        length: tokens of each. Row `sequence * length + index` is one of them, counted from the first row of these.
+        prefixes: records of whole blocks that come before those of a layer, by its index; several sequences that
+            follow each other share one of its sequences.
+    """
 
-    def add(self, kernel: Kernel, call: int, parts: int | None = None) -> None:
-        self.operations.append((kernel, call))
-        self.parts.append(parts)
+    layers: Sequence[StoredBlocks]
+    batch: int
+    length: int = 1
+    prefixes: Mapping[int, StoredBlocks] = {}
 
-    def end(self) -> None:
-        if self.operations:
-            kernels = [kernel for kernel, _ in self.operations]
-            beside = [index + 1 for index, kernel in enumerate(kernels) if kernel is attend_codes]
-            self.whole = Operations(self.operations, np.array(beside, np.int64))
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.batch * self.length
+
+
+class Seen(NamedTuple):
+    """
+    The tokens of some layers that the rows of a cache see.
+
+    Attributes:
+        masks: which attention it is for, see `Attend.mask`.
+        first: the first of the rows.
+        ranges: int64 `[rows, 2]`, the first token that a row sees, and the one after the last.
+        visible: uint8 `[rows, tokens]`, 0 for a token in its range that a row does not see; `None` for none.
+        after_prefix: whether these are tokens after the prefixes of the layers, counted from their ends on.
+    """
+
+    masks: Sequence[int]
+    first: int
+    ranges: np.ndarray
+    visible: np.ndarray | None = None
+    after_prefix: bool = False
+
+
+class _Asked(NamedTuple):
+    """One call of attention to a layer: rows from `first` on are so many tokens of sequences of `blocks`."""
+
+    blocks: StoredBlocks
+    first: int
+    batch: int
+    length: int
+    is_prefix: bool
+    follows_prefix: bool
 
 
 class _Attention(NamedTuple):
-    """Attention to a layer: its call, what is asked, and where the numbers of its parts are noted."""
+    """Attention to a layer: its calls, with their addresses, what is asked, and the numbers of their parts."""
 
-    call: np.ndarray
+    calls: np.ndarray
+    addresses: list[int]
     attend: Attend
     query: Array
     out: Array
     sinks: tuple[int, int, int, int]
     element: np.dtype
-    run: _Run
-    at: int  # the index of its operation on codes
+    parts: list[int]
+
+
+class _Run:
+    """Operations of kernels without a call of Python between them."""
+
+    def __init__(self) -> None:
+        # Kernel, call and number of parts, `None` for the rows; or attention.
+        self.steps: list[tuple[Kernel, int, int | None] | _Attention] = []
+        self.whole: Operations | None = None
+
+    def end(self, most_calls: int) -> None:
+        """Write the operations, with so many calls of attention to a layer, which run side by side."""
+        operations: list[tuple[Kernel, int]] = []
+        beside: list[int] = []
+        for each in self.steps:
+            if isinstance(each, _Attention):
+                calls, start = each.addresses[:most_calls], len(operations)
+                operations += [(kernel, call) for call in calls for kernel in (attend_codes, ATTEND[each.element])]
+                operations += [(merge_head, call) for call in calls]
+                beside += [at for at in range(start + 1, len(operations)) if at != start + 2 * most_calls]
+            else:
+                operations.append(each[:2])
+        self.whole = Operations(operations, beside) if operations else None
+
+    def parts(self, rows: int) -> list[int]:
+        """The number of parts of each operation."""
+        parts: list[int] = []
+        for each in self.steps:
+            parts += each.parts if isinstance(each, _Attention) else [rows if each[2] is None else each[2]]
+        return parts
 
 
 class StepProgram:
@@ -97,10 +164,6 @@ class StepProgram:
             memory where one is used last before the other is used first, so a step finds nothing there of the step
             before.
         given: the storages that the caller holds, by their keys.
-
-    Attributes:
-        seen: int64 `[masks, most_rows, 2]`, to be written before each step: the first token that a row sees, and the
-            one after the last.
 
     Raises:
         ValueError: an instruction is not known, or has more than four dimensions that do not lie as one.
@@ -120,15 +183,20 @@ class StepProgram:
         # All rows are multiplied with one weight; the second number is theirs in the step at hand.
         self._pairs, self._starts = np.arange(most_rows), np.zeros(2, np.int64)
         masks = [each.mask for each in operations if isinstance(each, Attend)]
-        self.seen = np.zeros((1 + max(masks, default=0), most_rows, 2), np.int64)
-        # By shapes; those that differ in the number of queries work in the same memory.
-        self._workspaces: dict[Shape, Workspace] = {}
-        self._memories: dict[Shape, WorkingMemory] = {}
+        # The second half is for tokens after a prefix.
+        self._ranges = np.zeros((2, 1 + max(masks, default=0), most_rows, 2), np.int64)
+        # By the place of a call among those of a layer, and shapes; those that differ in the number of queries work in
+        # the same memory.
+        self._workspaces: dict[tuple[int, Shape], Workspace] = {}
+        self._memories: dict[tuple[int, Shape], WorkingMemory] = {}
         self._attention: list[_Attention] = []
-        self._calls = np.zeros((sum(isinstance(each, Attend) for each in operations), CALL_BYTES // 8), np.int64)
-        # By the number of sequences and of tokens of each: the calls, and the parts of each run of operations.
-        self._taken: dict[tuple[int, int], tuple[np.ndarray, list[list[int]]]] = {}
+        # Each row has a call, and its prefix one. Of those that no pass needs the system gives no memory.
+        num_layers, self._most_calls = sum(isinstance(each, Attend) for each in operations), 1
+        self._calls = np.zeros((2 * most_rows, num_layers, CALL_BYTES // 8), np.int64)
+        # By the numbers of sequences and of tokens of each: the calls, and the parts of each run of operations.
+        self._taken: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[list[int]]]] = {}
         self._taken_from: list[tuple[int, int, int]] = []
+        self._seen: Sequence[Seen] = ()
         self._codes: list[list[int]] = []  # of the operation on rows that is being written
         self._runs = [_Run()]
         for operation in operations:
@@ -143,68 +211,98 @@ class StepProgram:
                 self._runs.append(_Run())
         self._end_rows()
         for run in self._runs:
-            run.end()
+            run.end(self._most_calls)
 
     def memory_of(self, storage: int) -> Memory:
         """Return where a storage lies, of `scratch` or `given`."""
         return self._memory[storage]
 
-    def take(self, layers: Sequence[StoredBlocks], batch: int, length: int = 1) -> None:
-        """
-        Let the next steps be of some tokens of each sequence. Row `sequence * length + index` is one of them.
-
-        Args:
-            layers: the records of a cache's layers, which count the tokens to come already. The caller keeps them.
-                Further tokens of the same blocks are counted there.
-            batch: number of sequences.
-            length: tokens of each.
-        """
-        self._starts[1] = batch * length
+    def take(self, taken: Sequence[Sequences]) -> None:
+        """Let the next steps be of the tokens of some caches, whose rows follow each other."""
+        self._starts[1] = sum(each.rows for each in taken)
         # Parts follow from the number of blocks; the number of tokens is read from the records.
-        of_layers = [(each.address, each.quantized_blocks, each.blocks_seen) for each in layers]
+        records = [record for each in taken for record in (*each.layers, *each.prefixes.values())]
+        of_layers = [(each.address, each.quantized_blocks, each.blocks_seen) for each in records]
         if of_layers != self._taken_from:
             self._taken, self._taken_from = {}, of_layers
-        if (batch, length) in self._taken:
-            calls, parts = self._taken[batch, length]
-            self._calls[:] = calls
-        else:
-            parts = self._ask(layers, batch, length)
-            self._taken[batch, length] = self._calls.copy(), parts
+        sizes = tuple((each.batch, each.length) for each in taken)
+        if sizes not in self._taken:
+            parts = self._ask(taken)
+            self._taken[sizes] = self._calls[: self._most_calls].copy(), parts
+        calls, parts = self._taken[sizes]
+        self._calls[: len(calls)] = calls
         for run, of_run in zip(self._runs, parts, strict=True):
             if run.whole is not None:
                 run.whole.set_parts(of_run)
 
-    def _ask(self, layers: Sequence[StoredBlocks], batch: int, length: int) -> list[list[int]]:
+    def _ask(self, taken: Sequence[Sequences]) -> list[list[int]]:
         """Write the calls of attention; return the parts of each run of operations."""
-        rows, held = batch * length, [memory.num_bytes for memory in self._memories.values()]
-        for each in self._attention:
-            attend, blocks = each.attend, layers[each.attend.layer]
-            assert blocks.element == each.element, (blocks.element, each.element)
-            workspace = self._workspace(attend, batch, length)
-            parts, in_codes = workspace.ask(
-                _strided(each.query, length),
-                _strided(each.out, length),
-                blocks,
-                attend.scale,
-                cap=attend.cap,
-                seen=self.seen[attend.mask, :rows].reshape(batch, 1, length, 2),
-            )
-            each.call[: SCRATCH // 8] = workspace.asked[: SCRATCH // 8]
-            each.call[_SINKS : _SINKS + len(each.sinks)] = each.sinks
-            each.run.parts[each.at : each.at + 3] = in_codes, parts - in_codes, blocks.heads
-        for each in self._attention:  # a later call may have needed more memory
-            each.call[SCRATCH // 8 :] = self._workspace(each.attend, batch, length).asked[SCRATCH // 8 :]
+        held = [memory.num_bytes for memory in self._memories.values()]
+        asked = [_asked(each.attend, taken) for each in self._attention]
+        most_calls = max(map(len, asked), default=1)
+        if most_calls > self._most_calls:
+            self._most_calls, self._taken = most_calls, {}
+            for run in self._runs:
+                run.end(most_calls)
+        for attention, calls in zip(self._attention, asked, strict=True):
+            attention.parts[:] = [0] * (3 * self._most_calls)
+            for which, call in enumerate(calls):
+                following = attention.addresses[which + 1] if which + 1 < len(calls) else 0
+                self._ask_one(attention, which, call, following)
+        for attention, calls in zip(self._attention, asked, strict=True):  # a later call may have needed more memory
+            for which, call in enumerate(calls):
+                workspace = self._workspace(attention.attend, which, call)
+                attention.calls[which, SCRATCH // 8 :] = workspace.asked[SCRATCH // 8 :]
         if held != [memory.num_bytes for memory in self._memories.values()]:
             self._taken = {}  # calls that were written before work elsewhere
-        return [[rows if each is None else each for each in run.parts] for run in self._runs]
+        return [run.parts(int(self._starts[1])) for run in self._runs]
 
-    def _workspace(self, attend: Attend, batch: int, length: int) -> Workspace:
-        """Attention of so many tokens of some sequences."""
-        shape = Shape(batch, attend.num_kv_heads, attend.group, length, attend.key_dim, attend.value_dim)
-        if shape not in self._workspaces:
-            memory = self._memories.setdefault(shape._replace(batch=0, query_length=0), WorkingMemory())
-            self._workspaces[shape] = Workspace(shape, memory)
-        return self._workspaces[shape]
+    def _ask_one(self, attention: _Attention, which: int, call: _Asked, following: int) -> None:
+        """Write one of the calls of a layer, and the numbers of its parts."""
+        attend, (blocks, first, batch, length, is_prefix, follows_prefix) = attention.attend, call
+        assert blocks.element == attention.element, (blocks.element, attention.element)
+        workspace = self._workspace(attend, which, call)
+        parts, in_codes = workspace.ask(
+            _strided(attention.query, first, length),
+            _strided(attention.out, first, length),
+            blocks,
+            attend.scale,
+            cap=attend.cap,
+            seen=self._ranges[int(follows_prefix), attend.mask, first : first + batch * length].reshape(
+                batch, 1, length, 2
+            ),
+        )
+        written, prefix = attention.calls[which], attention.addresses[which - 1] if follows_prefix else 0
+        written[: SCRATCH // 8] = workspace.asked[: SCRATCH // 8]
+        written[_SINKS : _SINKS + len(attention.sinks)] = attention.sinks
+        written[_FIRST_ROW : _FIRST_ROW + 4] = first, is_prefix, prefix, following
+        attention.parts[2 * which : 2 * which + 2] = in_codes, parts - in_codes
+        attention.parts[2 * self._most_calls + which] = 0 if is_prefix else blocks.heads
+
+    def see(self, seen: Sequence[Seen]) -> None:
+        """Say what all rows see, before each step."""
+        if any(each.visible is not None for each in self._seen):
+            self._calls[: self._most_calls, :, _VISIBLE] = 0
+        self._seen = seen
+        for masks, first, ranges, visible, after_prefix in seen:
+            self._ranges[int(after_prefix), masks, first : first + len(ranges)] = ranges
+            if visible is None:
+                continue
+            of_row = visible.strides[0]
+            for attention in self._attention:
+                for call in attention.calls[: self._most_calls]:
+                    is_it = call[_FIRST_ROW] == first and bool(call[_PREFIX]) == after_prefix
+                    if is_it and attention.attend.mask in masks:
+                        strides = call[_LENGTH] * of_row, 0, of_row
+                        call[_VISIBLE : _VISIBLE + 4] = visible.ctypes.data, *strides
+
+    def _workspace(self, attend: Attend, which: int, call: _Asked) -> Workspace:
+        """Attention by one of the calls of a layer."""
+        shape = Shape(call.batch, attend.num_kv_heads, attend.group, call.length, attend.key_dim, attend.value_dim)
+        if (which, shape) not in self._workspaces:
+            key = which, shape._replace(batch=0, query_length=0)
+            self._workspaces[which, shape] = Workspace(shape, self._memories.setdefault(key, WorkingMemory()))
+        return self._workspaces[which, shape]
 
     def run(self, calls: Sequence[Callable[[], None]] = ()) -> None:
         """
@@ -232,7 +330,8 @@ class StepProgram:
         """End the operation on rows that is being written."""
         if self._codes:
             codes = self._keep(np.array([number for code in self._codes for number in code]))
-            self._runs[-1].add(run_rows, self._keep(np.array(Rows(codes, len(self._codes), self._work))))
+            rows = self._keep(np.array(Rows(codes, len(self._codes), self._work)))
+            self._runs[-1].steps.append((run_rows, rows, None))
             self._codes = []
 
     def _array(self, place: Place | float, steps: Sequence[int], form: int) -> Array:
@@ -290,7 +389,7 @@ class StepProgram:
                 self._codes.append([*Code(TAKE_TOKENS, 0, 0, 0, 0, 0, 0, call)])
         self._end_rows()
         parts = int(calls[:, Product._fields.index("parts")].sum())
-        self._runs[-1].add(multiply, self._keep(np.array(ProductList(first, len(products)))), parts)
+        self._runs[-1].steps.append((multiply, self._keep(np.array(ProductList(first, len(products)))), parts))
 
     def _product(self, each: ProductOf, offsets: Mapping[tuple, Sequence[int]], threads: int) -> Product:
         operand, steps, sums = (self._operands + offset for offset in offsets[_operand_of(each)])
@@ -323,11 +422,12 @@ class StepProgram:
     def _attend(self, attend: Attend) -> None:
         """Add attention, and before it what writes keys and values and takes the queries."""
         assert attend.query.strides[-1] == attend.out.strides[-1] == 1
-        call = self._calls[len(self._attention)]
-        address, states = int(call.ctypes.data), []
+        calls = self._calls[:, len(self._attention)]
+        start, states = int(calls.ctypes.data), []
+        addresses = [start + which * calls.strides[0] for which in range(len(calls))]
         if attend.keys is not None and attend.values is not None:
             states = [self._array(each, each.strides[::-1], APART) for each in (attend.keys, attend.values)]
-        code = Code(TAKE_STATES, len(states), 0, attend.num_kv_heads, 0, 0, 0, address)
+        code = Code(TAKE_STATES, len(states), 0, attend.num_kv_heads, 0, 0, 0, start)
         self._codes.append([*code, *(number for array in states for number in array)])
         self._end_rows()
         query, out = (self._array(each, each.strides[::-1], APART) for each in (attend.query, attend.out))
@@ -336,20 +436,28 @@ class StepProgram:
             of_sinks = self._array(attend.sinks, attend.sinks.strides, APART)
             sinks = of_sinks.address, of_sinks.row_bytes, of_sinks.step, of_sinks.is_bfloat16
         element = _ELEMENTS[(attend.query if attend.keys is None else attend.keys).kind]
-        run = self._runs[-1]
-        self._attention.append(
-            _Attention(
-                call, attend, query, out, sinks, element, run, len(run.operations)
-            )
-        )  # fmt: skip
-        for kernel in (attend_codes, ATTEND[element], merge_head):
-            run.add(kernel, address)  # `take` says the parts
+        self._attention.append(_Attention(calls, addresses, attend, query, out, sinks, element, []))
+        self._runs[-1].steps.append(self._attention[-1])
 
 
-def _strided(heads: Array, length: int) -> Strided:
-    """Heads of rows, `length` of each sequence, as attention takes them."""
+def _asked(attend: Attend, taken: Sequence[Sequences]) -> list[_Asked]:
+    """The calls of attention to a layer: one for the sequences of each cache, and before it one for their prefixes."""
+    first, calls = 0, []
+    for each in taken:
+        prefix = each.prefixes.get(attend.layer)
+        if prefix is not None:
+            groups = prefix.heads // attend.num_kv_heads
+            calls.append(_Asked(prefix, first, groups, each.rows // groups, True, False))
+        calls.append(_Asked(each.layers[attend.layer], first, each.batch, each.length, False, prefix is not None))
+        first += each.rows
+    return calls
+
+
+def _strided(heads: Array, first: int, length: int) -> Strided:
+    """Heads of rows from `first` on, `length` of each sequence, as attention takes them."""
     of_row = heads.row_bytes
-    return Strided(heads.address, length * of_row, heads.first_step, of_row, bool(heads.is_bfloat16))
+    start = heads.address + first * of_row
+    return Strided(start, length * of_row, heads.first_step, of_row, bool(heads.is_bfloat16))
 
 
 def _as_lines(

@@ -60,7 +60,7 @@ class Code(NamedTuple):
     second: int
     third: int
     lines_at_once: int
-    call: int  # address: of the `Product` of `TAKE_TOKENS`, or of the `AttentionCall` of `TAKE_STATES`
+    call: int  # address: of the `Product` of `TAKE_TOKENS`, or of the first `AttentionCall` of `TAKE_STATES`
 
 
 class Array(NamedTuple):
@@ -225,16 +225,27 @@ def _reduce(row, address, work):
 @jit_function
 def _take_states(row, address):
     """Bring a row's keys and values, lines of `Array`, to the cache, and its queries to attention."""
+    call = call_at(address, Code).call
+    while call:
+        asked, stored = call_at(call, AttentionCall), stored_at(call)
+        if 0 <= row - asked.first_row < stored.heads // stored.num_kv_heads * asked.query_length:
+            _take_states_of(row, call, address)
+        call = asked.following
+
+
+@jit_function
+def _take_states_of(row, call, address):
+    """Bring a row's states to one call of attention."""
     code = call_at(address, Code)
-    asked, stored, scratch = call_at(code.call, AttentionCall), stored_at(code.call), scratch_at(code.call)
-    sequence, index = row // asked.query_length, row % asked.query_length
+    asked, stored, scratch = call_at(call, AttentionCall), stored_at(call), scratch_at(call)
+    sequence, index = divmod(row - asked.first_row, asked.query_length)
     position = stored.num_tokens - asked.query_length + index
     block, token = divmod(position - stored.quantized_blocks * BLOCK, BLOCK)
-    operand_bytes = row_bytes(asked.operand_is_bfloat16, code.call)
-    rotated_bytes = row_bytes(asked.rotated_is_bfloat16, code.call)
+    operand_bytes = row_bytes(asked.operand_is_bfloat16, call)
+    rotated_bytes = row_bytes(asked.rotated_is_bfloat16, call)
     for kv_head in range(code.lines):
         head = sequence * code.lines + kv_head
-        if code.arrays:
+        if code.arrays and not asked.is_prefix:
             keys, values = (call_at(address + CODE_BYTES, Array), call_at(address + CODE_BYTES + ARRAY_BYTES, Array))
             item, place = 2 if keys.is_bfloat16 else 4, block * stored.heads + head
             key = stored.keys + place * stored.key_bytes + token * item
@@ -245,10 +256,10 @@ def _take_states(row, address):
             of_head = group * asked.query_length + index
             place = head * asked.rows_at_once + of_head
             operand, rotated = scratch.operand + place * operand_bytes, scratch.rotated + place * rotated_bytes
-            take_rows(head, of_head, 1, operand, rotated, code.call)
+            take_rows(head, of_head, 1, operand, rotated, call)
             # Rows that fill up the last tile see what the last one sees.
             filled = asked.rows_at_once - of_head if of_head == asked.rows - 1 else 1
-            take_ranges(head, of_head, filled, scratch.ranges + place * 16, code.call)
+            take_ranges(head, of_head, filled, scratch.ranges + place * 16, call)
 
 
 @jit_function

@@ -55,12 +55,14 @@ class Operations:
 
     Args:
         operations: kernel and address of the call of each, in their order; none has any parts yet.
-        beside: indices of those that may run beside the one before.
+        beside: indices of those that may run beside the one before, and beside what that may run beside.
     """
 
-    def __init__(self, operations: Sequence[tuple[Kernel, int]], beside: Sequence[int] | np.ndarray = ()):
+    def __init__(self, operations: Sequence[tuple[Kernel, int]], beside: Sequence[int] = ()):
         self._list = np.array([Operation(address_of_kernel(kernel), call, 0, 0) for kernel, call in operations])
-        self._beside = np.array(beside, np.int64)
+        # For each operation the first of those that it may run beside.
+        alone = ~np.isin(np.arange(len(operations)), beside)
+        self._first = np.maximum.accumulate(np.arange(len(operations)) * alone)
         self._parts: Sequence[int] = []
         self._counters = np.zeros(3 * CACHE_LINE // 8, np.int64)
         self._counters[_GIVE_WAY] = address_in_process("sched_yield")
@@ -74,7 +76,7 @@ class Operations:
             numbers, needs = (self._list[:, Operation._fields.index(name)] for name in ("parts", "needs"))
             numbers[:] = parts
             needs[1:] = np.cumsum(numbers[:-1])
-            needs[self._beside] = needs[self._beside - 1]
+            needs[:] = needs[self._first]
             self._parts = parts
 
     def run(self) -> None:
