@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.cache_argument import passed_cache
 from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.decode_step import fuse_decode
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from hf_hybrid_cache.serve.protocol import APIError
 
@@ -33,6 +34,7 @@ class Asked:
         self.log = list[tuple[int, list[int]]]()
         self.before: Callable[[int], object] = lambda _: None  # is called with the tokens of each pass
         model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.model, self.looks = model, 0
         store = PrefixStore(folder / "store", identity="notes passes")
         self._engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
 
@@ -50,6 +52,7 @@ class Asked:
         """Ask for an answer that goes on until others are done."""
 
         def look() -> None:
+            self.looks += 1
             if others_are_done.is_set():
                 raise ClientDisconnect
 
@@ -165,3 +168,18 @@ def test_conversations_leave_memory_as_soon_as_one_that_runs_needs_it(tmp_path: 
     with ThreadPoolExecutor(1) as pool:
         asked.ask(DOCUMENT)
         assert again[0].result()[1].cached_tokens == known * has_room
+
+
+def test_tokens_of_several_answers_come_in_one_pass_and_are_those_of_each_alone(asked: Asked):
+    fused, are_done = fuse_decode(asked.model), threading.Event()
+    prompts = ["Who?", "Where was it?", f"{DOCUMENT[:100]}\n\nWhy?"]
+    with ThreadPoolExecutor(4) as pool:
+        talking = pool.submit(asked.until_left, "Go on.", are_done)
+        while not asked.looks:
+            assert not talking.done()
+        ends = [end for _, end in pool.map(asked.ask, prompts, [70] * 3)]
+        are_done.set()
+        talking.result()
+    # The one that outlasts them looks after each of its own; apart there would be 210 more.
+    assert fused.fused_steps < asked.looks + 30
+    assert [end.answer.token_ids for end in ends] == [asked.ask(prompt, 70)[1].answer.token_ids for prompt in prompts]
