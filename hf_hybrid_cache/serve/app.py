@@ -259,9 +259,11 @@ class Server(uvicorn.Server):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Piece | Answered | Exception]()
         is_left, begun = threading.Event(), time.perf_counter()
 
-        def put(piece: Piece | Answered | Exception) -> None:
+        def in_loop(act: Callable[..., object], *args: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-                loop.call_soon_threadsafe(queue.put_nowait, piece)
+                loop.call_soon_threadsafe(act, *args)
+
+        put = partial(in_loop, queue.put_nowait)
 
         def require_wanted() -> None:
             self._require_going_on()
@@ -280,8 +282,8 @@ class Server(uvicorn.Server):
                 pass
             queue.put_nowait(ClientDisconnect())
 
-        future, watch = loop.run_in_executor(self._workers, compute), asyncio.create_task(until_left())
-        future.add_done_callback(lambda _: place.close())
+        future, watch = self._workers.submit(compute), asyncio.create_task(until_left())
+        future.add_done_callback(lambda _: in_loop(place.close))  # once it has ended, whoever has left before
         piece: Any = None
         try:
             while not isinstance(piece, Answered):
@@ -293,6 +295,7 @@ class Server(uvicorn.Server):
                 if isinstance(piece, Exception):
                     raise piece
                 if isinstance(piece, Answered):
+                    place.close()  # its client may ask again while it is stored
                     self._log(f"{_clock()} {request.url.path} 200: {_cost(piece, time.perf_counter() - begun)}")
                 yield piece
         finally:

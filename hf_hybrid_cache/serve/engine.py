@@ -34,6 +34,9 @@ from .logprobs import Piece, Telling
 from .protocol import APIError
 from .turns import InTurns, Turns
 
+# A conversation of which so many tokens would be read is looked for in the list of stored prompts.
+_SEARCHED = 128
+_NOT_READ = "prompts are not kept, and each is read anew"
 # Of a token in a list.
 _TOKEN_BYTES = getsizeof(2**16) + 8
 # Of the host memory that is free once the model is loaded, for caches.
@@ -112,7 +115,7 @@ class Engine:
         # The one used last is the last.
         self._held = list[TrackedCache]()
         self._running = list[_Running]()
-        self._has_failed_to_keep = False
+        self._failing = set[str]()  # what follows, as it was said
 
     def answer(
         self,
@@ -203,7 +206,11 @@ class Engine:
         self._running.append(running)
         has_called = False
         try:
-            cached = self._from_store(running.states, token_ids, shared, worth)
+            cached = 0
+            has_answers = any(each.role == "assistant" for each in asked.messages)
+            if has_answers and shared - begun > _SEARCHED:
+                cached = self._go_on(running.states, token_ids, worth)
+            cached = cached or self._from_store(running.states, token_ids, shared, worth)
             running.reached = len(token_ids)
             if cached < worth and held in self._held:  # where the store fails others have had their turns
                 self._held.remove(held)
@@ -230,6 +237,8 @@ class Engine:
         if has_called and end.answers[0].finish_reason in ("stop", "interrupted"):
             end = end._replace(answers=[replace(end.answers[0], finish_reason="tool_calls")])
         yield end
+        if asked.messages:
+            self._keep(running.states)
 
     def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
         """Return the cache in memory that has most of a prompt, how many tokens, and how many it gains."""
@@ -242,7 +251,7 @@ class Engine:
 
     def _wait_for_others(self, token_ids: list[int], worth: int, require_wanted: Callable[[], None]) -> None:
         """Wait while others read more of a prompt into the store than a cache in memory is worth."""
-        while not self._has_failed_to_keep and (
+        while _NOT_READ not in self._failing and (
             others := [
                 (each, common)
                 for each in self._running
@@ -256,19 +265,48 @@ class Engine:
 
     def _from_store(self, states: TrackedCache, token_ids: list[int], shared: int, at_least: int) -> int:
         """Read a prompt with the store if that has so many tokens; return how many it has, 0 where it fails."""
-        if len(token_ids) < 2:
-            return 0
-        try:
-            reuse = states.read_with(
-                self._store, token_ids, document_tokens=shared, details=self._details, at_least=at_least
+        num_tokens = 0
+        if len(token_ids) > 1:
+            with self._store_may_fail(_NOT_READ):
+                reuse = states.read_with(
+                    self._store, token_ids, document_tokens=shared, details=self._details, at_least=at_least
+                )
+                num_tokens = reuse.num_tokens
+        return num_tokens
+
+    def _go_on(self, states: TrackedCache, token_ids: list[int], more_than: int) -> int:
+        """Take the stored conversation that has most of a prompt; return how many of its tokens are there, or 0."""
+        with self._store_may_fail(_NOT_READ):
+            have = [(num_common(each.token_ids.tolist(), token_ids[:-1]), each) for each in self._store.prompts()]
+            common, stored = max(have, key=lambda each: each[0], default=(0, None))
+            if stored is not None and common > more_than:
+                with contextlib.suppress(PrefixStoreError):  # of another model, or gone
+                    states.resume(self._store, stored)
+                    states.go_back(common)
+        return states.num_tokens
+
+    def _keep(self, states: TrackedCache) -> None:
+        """Keep a conversation with its answer; for lists it is a prompt, as it has no text to go on with."""
+        if _NOT_READ in self._failing:
+            return
+        with self._store_may_fail("answers are not kept"):
+            token_ids = states.token_ids
+            assert isinstance(states.cache, HybridCache)
+            self._store.keep(
+                self._model, token_ids, states.cache, document_tokens=len(token_ids), details=self._details
             )
+
+    @contextlib.contextmanager
+    def _store_may_fail(self, what_follows: str) -> Iterator[None]:
+        """Say once what follows if the store fails in the block."""
+        try:
+            yield
         except (PrefixStoreError, PrefixStoreFolderError) as error:
-            if not self._has_failed_to_keep:
-                self._remark(f"prompts are not kept, and each is read anew: {error}")
-            self._has_failed_to_keep = True
-            return 0
-        self._has_failed_to_keep = False
-        return reuse.num_tokens
+            if what_follows not in self._failing:
+                self._remark(f"{what_follows}: {error}")
+            self._failing.add(what_follows)
+        else:
+            self._failing.discard(what_follows)
 
     def _hold(self, states: TrackedCache) -> None:
         """Let a cache stay in memory."""

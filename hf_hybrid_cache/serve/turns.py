@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..decode_step import repeats_rows, run_together
+from ..scalars import MOST_ROWS
+
 _Pass = tuple[dict[str, Any], "Future[Any]"]
 
 
@@ -19,8 +22,9 @@ class Turns:
     Lets answers of one model take turns; whoever has the turn computes alone.
 
     An answer gives the turn away between the chunks of its prompt, with each pass for a token, and at its end. Once
-    all answers that generate have given a pass, these run, on one thread, because libraries keep threads of their own
-    for each. Between two such rounds one answer gets the turn to read, the one that has waited longest.
+    all answers that generate have given a pass, these run as one where they can, on one thread, because libraries keep
+    threads of their own for each. Between two such rounds one answer gets the turn to read: the one that has waited
+    longest.
 
     Args:
         model: of the answers.
@@ -86,14 +90,27 @@ class Turns:
     @torch.no_grad()
     def _run(self, passes: Sequence[_Pass]) -> None:
         """Run a round of passes."""
-        for inputs, future in passes:
+        for group in self._groups(passes):
             try:
-                give = partial(future.set_result, self._model(**inputs))
+                outs = run_together(self._model, [inputs for inputs, _ in group])
+                self._returning += [partial(each.set_result, out) for (_, each), out in zip(group, outs, strict=True)]
             except BaseException as error:
-                give = partial(future.set_exception, error)
-            self._returning.append(give)
+                self._returning += [partial(each.set_exception, error) for _, each in group]
         with self._lock:
             self._pass_on()
+
+    def _groups(self, passes: Sequence[_Pass]) -> Iterator[list[_Pass]]:
+        """Yield passes that run as one, where a row has the same bits whatever rows come with it; else each alone."""
+        most = MOST_ROWS if len(passes) > 1 and repeats_rows(self._model) else 1
+        group, rows = list[_Pass](), 0
+        for each in passes:
+            more = each[0]["input_ids"].numel()
+            if group and rows + more > most:
+                yield group
+                group, rows = [], 0
+            group.append(each)
+            rows += more
+        yield group
 
 
 class InTurns:

@@ -217,6 +217,23 @@ def test_twenty_clients_at_once_get_the_answers_that_they_get_one_by_one(server:
     server.wait_for(0)
 
 
+def test_the_next_turn_after_a_restart_reads_what_is_new_alone(model: Path, tmp_path: Path):
+    """Of a conversation that was edited nothing is taken that differs."""
+    messages, options = [user(f"{DOCUMENT * 4}\n\nWho came?")], ("--store", str(tmp_path))
+    server = Running(model, *options)
+    for text in ("Why?", "Where?"):
+        answer = server.ask(messages, max_tokens=150)
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, user(text)]
+    before = answer.usage.prompt_tokens
+    server.end(signal.SIGTERM)
+    with serving(model, *options) as server:
+        edited = [*messages[:1], {"role": "assistant", "content": "Bob."}, messages[2]]
+        assert cached(server.ask(edited))[1] < before
+        answer = server.ask(messages)
+    assert cached(answer)[1] >= before
+    assert answer.choices[0].message.content == generated(str(model), messages)
+
+
 def test_who_leaves_ends_the_answer_within_a_step(server: Running):
     with server.ask([user("Go on.")], stream=True, max_tokens=8000) as stream:
         next(iter(stream))

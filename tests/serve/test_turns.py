@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.cache_argument import passed_cache
 from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.decode_step import fuse_decode
 from hf_hybrid_cache.serve.engine import Answered, Engine
 from hf_hybrid_cache.serve.protocol import APIError
 
@@ -27,14 +28,15 @@ CHUNK = 2048
 class Asked:
     """An engine, and the passes of its model: the id of the cache, and the tokens."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, memory_bytes: int = 2**30):
         model: Any = AutoModelForCausalLM.from_pretrained(model_in(folder / "model", 2**14, eos_token_id=None))
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         self.log = list[tuple[int, list[int]]]()
         self.before: Callable[[int], object] = lambda _: None  # is called with the tokens of each pass
         model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.model, self.looks = model, 0
         store = PrefixStore(folder / "store", identity="notes passes")
-        self._engine = Engine(model, tokenizer, store, memory_bytes=2**30, remark=print, cache="dynamic")
+        self._engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
 
     def _note(self, _module: Any, _: Any, inputs: dict[str, Any]) -> None:
         [token_ids] = inputs["input_ids"].tolist()
@@ -50,6 +52,7 @@ class Asked:
         """Ask for an answer that goes on until others are done."""
 
         def look() -> None:
+            self.looks += 1
             if others_are_done.is_set():
                 raise ClientDisconnect
 
@@ -149,3 +152,34 @@ def test_memory_that_ends_in_one_answer_leaves_the_others_theirs(asked: Asked):
     assert error.value.status == 503
     talker = asked.log[0][0]
     asked.require_same_alone("Go on.", [token_ids for cache, token_ids in asked.log if cache == talker])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_conversations_leave_memory_as_soon_as_one_that_runs_needs_it(tmp_path: Path, has_room: bool):
+    asked, again = Asked(tmp_path, 2**30 if has_room else 2**20), list[Any]()
+    known, chunks = asked.ask("Go on.", 1)[1].answer.prompt_tokens - 1, list[int]()
+
+    def ask_again(tokens: int) -> None:
+        chunks.append(tokens)
+        if chunks.count(CHUNK) == 3:
+            again.append(pool.submit(asked.ask, "Go on."))
+
+    asked.before = ask_again
+    with ThreadPoolExecutor(1) as pool:
+        asked.ask(DOCUMENT)
+        assert again[0].result()[1].cached_tokens == known * has_room
+
+
+def test_tokens_of_several_answers_come_in_one_pass_and_are_those_of_each_alone(asked: Asked):
+    fused, are_done = fuse_decode(asked.model), threading.Event()
+    prompts = ["Who?", "Where was it?", f"{DOCUMENT[:100]}\n\nWhy?"]
+    with ThreadPoolExecutor(4) as pool:
+        talking = pool.submit(asked.until_left, "Go on.", are_done)
+        while not asked.looks:
+            assert not talking.done()
+        ends = [end for _, end in pool.map(asked.ask, prompts, [70] * 3)]
+        are_done.set()
+        talking.result()
+    # The one that outlasts them looks after each of its own; apart there would be 210 more.
+    assert fused.fused_steps < asked.looks + 30
+    assert [end.answer.token_ids for end in ends] == [asked.ask(prompt, 70)[1].answer.token_ids for prompt in prompts]
