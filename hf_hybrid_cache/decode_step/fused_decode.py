@@ -198,19 +198,13 @@ class FusedDecode:
         return why_other or outs
 
     def run_together(self, model: PreTrainedModel, passes: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Run passes of a model whose decoder this is, see `run_together`."""
-        decoder = self._decoder()
-        why_apart = "the steps of the model do not run in one call"
-        if decoder is not None and self._is_on and model.get_decoder() is decoder:
-            outs = self._run_all(decoder, passes)
-            if not isinstance(outs, str):
-                return self._with_heads(model, passes, outs)
-            why_apart = outs
-        self.passes_apart[why_apart] += 1
-        return [model(**each) for each in passes]
-
-    def _with_heads(self, model: PreTrainedModel, passes: Sequence[Mapping[str, Any]], outs: list[Any]) -> list[Any]:
-        """Run what follows the decoder once, for the states of all passes; return the outputs of the model for each."""
+        """Run passes of a model whose decoder this is, see the function of this name."""
+        decoder: Any = model.get_decoder()
+        outs = self._run_all(decoder, passes)
+        if isinstance(outs, str):
+            self.passes_apart[outs] += 1
+            return [model(**each) for each in passes]
+        # What follows the decoder runs once, for the states of all.
         states = [each.last_hidden_state for each in outs]
         joined = torch.cat([each.flatten(0, 1) for each in states])[None]
         self._passes.result, self._passes.are_fused = type(outs[0])(last_hidden_state=joined), True
