@@ -240,7 +240,7 @@ def test_a_step_without_a_match_calls_little_beside_the_plain_step():
                 )
             counts[name, tokens] = len(calls)
     drafts, plain = ((counts[name, 120] - counts[name, 20]) / 100 for name in ("drafts", "plain"))
-    assert plain < drafts < plain + 35
+    assert plain < drafts < plain + 40
 
 
 def test_interrupted_generation_leaves_what_was_chosen_and_goes_on():
