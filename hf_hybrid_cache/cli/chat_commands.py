@@ -155,7 +155,9 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
         history=InMemoryHistory() if history is None else FileHistory(history),
         enable_suspend=True,
         reserve_space_for_menu=0,
-        completer=WordCompleter([typed.partition(" ")[0] for typed in COMMANDS if typed != _QUOTES], sentence=True),
+        completer=WordCompleter(
+            ["".join(typed.partition(" ")[:2]) for typed in COMMANDS if typed != _QUOTES], sentence=True
+        ),
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
         output=create_output(shown_on),

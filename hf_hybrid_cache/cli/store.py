@@ -215,7 +215,7 @@ def _export(exported: Numbered, as_json: bool, out: Console) -> None:
             exported.fields | {"messages": [dict(zip(("role", "content"), each, strict=True)) for each in messages]},
         )
         return
-    write(out, f"# {exported.name or exported.stored.name}\n")
+    write(out, f"# {exported.stored.name}\n")
     for question, answer in texts:
         write(out, f"\n**{question}**\n\n{answer.strip()}\n")
 

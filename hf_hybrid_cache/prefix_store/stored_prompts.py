@@ -85,8 +85,9 @@ class StoredPrompt:
 
     @property
     def name(self) -> str:
-        """The title; the id where there is none."""
-        return self.title or self.id
+        """The name of a conversation in its details, or else the title, or else the id."""
+        given = self.details.get("name") if self.is_conversation else None
+        return str(given or self.title or self.id)
 
     @property
     def is_conversation(self) -> bool:

@@ -202,6 +202,7 @@ def test_a_conversation_with_a_name_goes_on_by_it_and_is_exported(model: Path, r
     for name, question in (("tax", "Who?"), ("law", "Where?")):
         converse(model, [*begun, "--name", name, "--system", "Be brief."], question)
     talk = converse(model, ["--store", tmp_path, "--resume", "tax"], "Why?")
+    assert "going on with tax: " in talk.stderr
     assert "last question: Who?" in talk.stderr
     (exported,) = lines(run("store", tmp_path, "--export", "tax", "--json"))
     asked = [each["content"] for each in exported["messages"]]

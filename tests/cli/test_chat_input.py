@@ -72,6 +72,8 @@ def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path
             terminal.wait_for("interrupted")
         terminal.enter("/sta\t")
         terminal.wait_for(given("/stats"))
+        terminal.enter("/doc\ta.txt")
+        terminal.wait_for(given("/document a.txt"))
         terminal.enter("read")
         terminal.wait_for(given("read"))
         terminal.type("early\nanswer\n")
