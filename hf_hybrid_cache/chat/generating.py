@@ -12,15 +12,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    TextStreamer,
-)
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcessor
 
 from ..cache import HybridCache, contents_of
 from ..cache_argument import cache_argument
@@ -36,6 +30,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 FinishReason = Literal["stop", "length", "context", "interrupted", "tool_calls"]
+# Text of answers, by their numbers, and at the end nothing.
+_Queue = SimpleQueue[tuple[int, str] | None]
 _Job = tuple[Callable[[], None], "Future[None]"]
 _Pieces = TypeVar("_Pieces", bound=abc.Generator[Any, None, None])
 
@@ -117,9 +113,7 @@ class Generator:
             return []
         [(name, form)] = settings.form.items()
         if not self._ends:
-            raise SettingError(
-                f"{name} needs an end-of-text token, and the model's generation config has no eos_token_id."
-            )
+            raise SettingError(f"{name} needs an end-of-text token: set eos_token_id of the model's generation config.")
         return [Forming(name, form, self.vocabulary(name), thoughts, start)]
 
     def vocabulary(self, wanted_by: str) -> "LLTokenizer":
@@ -146,7 +140,7 @@ class Generator:
             cache: with the first tokens of the prompts.
             into: what is generated.
         """
-        pieces: SimpleQueue[tuple[int, str] | None] = SimpleQueue()
+        pieces: _Queue = SimpleQueue()
         stopping = threading.Event()
         streamer = _Streamer(self._tokenizer, pieces, into)
 
@@ -369,9 +363,7 @@ class Generation:
 class _Streamer(BaseStreamer):
     """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the answers."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[tuple[int, str] | None]", made: Generation
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: _Queue, made: Generation):
         self._made, self._is_prompt = made, True
         self._words = [_Words(tokenizer, pieces, made, number) for number in range(made.num_told)]
 
@@ -391,13 +383,7 @@ class _Streamer(BaseStreamer):
 class _Words(TextStreamer):
     """Puts whole words of one answer."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        pieces: "SimpleQueue[tuple[int, str] | None]",
-        made: Generation,
-        number: int,
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: _Queue, made: Generation, number: int):
         super().__init__(tokenizer, skip_special_tokens=made.thought is None)
         self._pieces, self._number = pieces, number
         self._hidden = made.thought.hidden_ids if made.thought else ()

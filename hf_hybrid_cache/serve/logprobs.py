@@ -45,6 +45,8 @@ class Telling:
     def __init__(self, made: Generation, number: int, generator: Generator):
         self._choices, self._stop = made.choices[number], made.settings.stop
         self._vocabulary, self._thought = generator.vocabulary("logprobs"), generator.counted(made)
+        # As in the text, which has second marks of a thought.
+        self._is_hidden = made.thought.hidden_ids.__contains__ if made.thought else self._vocabulary.is_special_token
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_taken, self._waiting = 0, deque[Told]()
         # Of the tokens that were taken, among them some before the answer's text; of that so many characters are told.
@@ -73,7 +75,7 @@ class Telling:
         self._thought.read([each.token_id for each in choices])
         new, self._num_taken = choices[max(self._num_taken, self._thought.num_thought) :], len(choices)
         for choice in new:
-            if not self._vocabulary.is_special_token(choice.token_id):
+            if not self._is_hidden(choice.token_id):
                 token, offset = self._vocabulary.decode_bytes([choice.token_id]), len(self._text)
                 likeliest = [(self._vocabulary.decode_bytes([each]), logprob) for each, logprob in choice.likeliest]
                 self._text += self._decoder.decode(token)

@@ -9,16 +9,7 @@ from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from ..chat import Answer, AnswerSettings, Call, Conversation, Message, SettingError, Thought, arguments_text
@@ -330,19 +321,19 @@ class ChatRequest(Request):
         return Conversation(tuple(messages), functions, choice, strict, self.parallel_tool_calls)
 
 
-def _only(given: Any) -> Any:
-    """Return the only one of a list, as some clients send a prompt."""
-    return given[0] if isinstance(given, list) and len(given) == 1 else given
-
-
 class TextRequest(Request):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[str, BeforeValidator(_only)]
+    prompt: str
     echo: Literal[False] = False
     best_of: Literal[1] = 1
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = Field(None, validation_alias="logprobs")
     suffix: Annotated[str, Field(max_length=0)] = ""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only(cls, given: Any) -> Any:
+        return given[0] if isinstance(given, list) and len(given) == 1 else given  # as LangChain sends it
 
 
 def parsed(

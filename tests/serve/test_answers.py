@@ -161,13 +161,15 @@ def test_completions_tell_tokens_in_lists_of_their_own(server: Running):
     assert server.ask(DOCUMENT).choices[0].logprobs is None
 
 
-def test_the_tokens_of_a_thought_are_not_told(tmp_path: Path):
-    folder = model_in(tmp_path / "model", 2**12, tokenizer_of("R1, of many tokens"), eos_token_id=None)
-    with serving(folder, "--max-thinking-tokens", "40") as server:
-        choices = server.ask(ASKED, n=2, logprobs=True, temperature=1.0, seed=3).choices
-        streamed = joined(server, ASKED, n=2, logprobs=True, temperature=1.0, seed=3)
+def test_each_answer_has_a_thought_whose_tokens_are_not_told(tmp_path: Path):
+    folder = model_in(tmp_path / "model", 2**12, tokenizer_of("R1"), eos_token_id=None)
+    with serving(folder, "--max-thinking-tokens", "200") as server:
+        options: dict[str, Any] = {"n": 8, "logprobs": True, "temperature": 1.9, "seed": 3}
+        choices, streamed = server.ask(ASKED, **options).choices, joined(server, ASKED, **options)
+        assert len({len(choice.message.reasoning_content) for choice in choices}) > 1
         for choice in choices:
-            assert choice.message.reasoning_content
+            assert streamed[choice.index]["text"] == choice.message.content
+            assert len(choice.logprobs.content) <= NEW_TOKENS
             told = bytes(byte for each in choice.logprobs.content for byte in each.bytes)
             assert told.decode(errors="replace") == choice.message.content
             assert streamed[choice.index]["tokens"] == choice.logprobs.content

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import Answer, AnswerSettings, Call, Conversation, Message, Thought
 from hf_hybrid_cache.serve.engine import Answered, Engine
+from hf_hybrid_cache.serve.logprobs import Piece
 from serve.running import DOCUMENT, Running, cached, serving, user
 
 from chat.calls import FORMS, called, function, tokenizer_of
@@ -63,8 +64,9 @@ class Asking:
         """Return the text of an answer, its calls, the answer, and how many tokens of the prompt were not computed."""
         *pieces, end = self._engine.answer(asked, settings, lambda: None)
         assert isinstance(end, Answered)
-        text = "".join(each for each in pieces if isinstance(each, str) and not isinstance(each, Thought))
-        return text, [each for each in pieces if isinstance(each, Call)], *end
+        told = [each for each in pieces if isinstance(each, Piece)]
+        text = "".join(each.text for each in told if not isinstance(each.text, Thought))
+        return text, [each.call for each in told if each.call], end.answers[0], end.cached_tokens
 
     def prompt(self, asked: Conversation) -> list[int]:
         """Return the prompt as the tokenizer itself makes it."""
