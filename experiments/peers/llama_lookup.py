@@ -93,6 +93,7 @@ def answers(settings: Settings) -> Iterator[Any]:
             type_k=api.GGML_TYPE_Q8_0,
             type_v=api.GGML_TYPE_Q8_0,
             flash_attn=True,
+            logits_all=bool(settings.drafted),  # without which it keeps those of 512 tokens, and drafts fail after more
             draft_model=lookup(num_pred_tokens=settings.drafted) if settings.drafted else None,
             verbose=False,
         )

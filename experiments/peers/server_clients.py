@@ -10,16 +10,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.common.harness import Cell, publish
 from experiments.common.options import plain_parser
 from experiments.common.texts import english_ids
-from experiments.peers.serving import ask, our_server, serving, user
+from experiments.peers.serving import LARGE, MODEL, ask, our_server, save_large_model, serving, user
 from hf_hybrid_cache.models import load
 
-MODEL = "smollm2-135m"
 URL = "http://127.0.0.1:8181/v1"
 COUNTS = (1, 2, 4, 8)
 BEGINNINGS = ("Tell a story about", "Write a poem about", "Explain in many words", "Make a long list of")
@@ -28,12 +29,14 @@ THINGS = ("a dragon.", "a baker.")
 
 def seconds_a_token(messages: list[dict[str, str]], new_tokens: int) -> float:
     """Ask, and return the seconds from one token to the next."""
-    times = ask(URL, messages, new_tokens, drafts=0)["times"]
-    return (times[-1] - times[0]) / (len(times) - 1)
+    answer = ask(URL, messages, new_tokens, drafts=0, stream_options={"include_usage": True})
+    times = answer["times"]
+    return (times[-1] - times[0]) / (answer["tokens"] - 1)
 
 
 def main() -> None:
     parser = plain_parser("server_clients", __doc__)
+    parser.add_argument("--large", action="store_true", help="a model of 1.1 billion weights, which are random")
     parser.add_argument("--tokens", type=int, default=2000, help="of the document (default: %(default)s)")
     parser.add_argument("--long", type=int, default=7000, help="tokens of the long prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
@@ -78,8 +81,13 @@ def main() -> None:
             },
         )
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(COUNTS)) as pool:
+    with ExitStack() as stack:
+        folder, model_folder = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
+        pool = stack.enter_context(ThreadPoolExecutor(max(COUNTS)))
         server = [*our_server(folder, weights=4), "--parallel", str(max(COUNTS))]
+        if arguments.large:
+            save_large_model(tokenizer, Path(model_folder))
+            server += ["--model", model_folder]
         with serving(server, URL, {}):
             ask(URL, [user(questions[0])], 2)
             publish(
@@ -87,7 +95,7 @@ def main() -> None:
                 cells(),
                 arguments.out,
                 lambda cell: cell.get("over_one_client") or cell["median_seconds"],
-                model=MODEL,
+                model=LARGE if arguments.large else MODEL,
                 weights_bits=4,
                 kv_bits=8,
             )

@@ -40,15 +40,15 @@ LONG_TURN = 64  # tokens, of the large model
 NEW_TOKENS = 24
 
 
-def large_model(tokenizer: Any, small: Path, folder: Path, bits: int) -> Path:
-    """Write the large shape with the tokens of the small model to a folder, and to a file of llama.cpp."""
+def save_large_model(tokenizer: Any, folder: Path) -> Any:
+    """Write the large shape with the tokens of the small model to a folder; return the model."""
     config: Any = load_config(LARGE)
     config.vocab_size = len(tokenizer)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = random_llama(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return gguf_file(f"{LARGE}-with-tokens", bits, model, small)
+    return model
 
 
 @contextlib.contextmanager
@@ -76,23 +76,24 @@ def our_server(folder: str, weights: int) -> list[str]:
 
 
 def ask(url: str, messages: list[dict[str, str]], new_tokens: int = NEW_TOKENS, **fields: object) -> dict[str, Any]:
-    """Ask a server; return the answer, and the seconds from the request to each of its pieces."""
+    """Ask a server; return the answer, the seconds from the request to each of its pieces, and its tokens if told."""
     with urllib.request.urlopen(f"{url}/models") as reply:
         model = json.load(reply)["data"][0]["id"]
     body = {"model": model, "messages": messages, "max_tokens": new_tokens, "stream": True, "temperature": 0}
     body |= fields
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
-    start, times, text = time.perf_counter(), [], ""
+    start, times, text, usage = time.perf_counter(), list[float](), "", dict[str, Any]()
     with urllib.request.urlopen(request) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
+                event = json.loads(line[6:])
+                choices, usage = event["choices"], event.get("usage") or usage
                 piece = choices[0].get("delta", {}).get("content") if choices else None
                 if piece:
                     times.append(time.perf_counter() - start)
                     text += piece
-    return {"text": text, "times": times}
+    return {"text": text, "times": times, "tokens": usage.get("completion_tokens")}
 
 
 def user(text: str) -> dict[str, str]:
@@ -127,7 +128,8 @@ def main() -> None:
         file = small
         if arguments.large:
             model_folder = stack.enter_context(tempfile.TemporaryDirectory())
-            file = large_model(tokenizer, small, Path(model_folder), arguments.weights)
+            model = save_large_model(tokenizer, Path(model_folder))
+            file = gguf_file(f"{LARGE}-with-tokens", arguments.weights, model, small)
             ours += ["--model", model_folder]
         peer = [arguments.llama_cpp_python, "-m", "llama_cpp.server", "--model", str(file), "--port", "8182"]
         peer += ["--n_ctx", str(tokens_read + 1024), "--n_threads", threads, "--n_threads_batch", threads]

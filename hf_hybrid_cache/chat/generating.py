@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def is_thought_alone(self) -> bool:
-        """Whether it ended within its thought, so that there is no text."""
+        """Whether the answer ended within its thought, so that there is no text."""
         return 0 < self.thinking_tokens == len(self.token_ids)
 
     @property

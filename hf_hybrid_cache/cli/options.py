@@ -340,6 +340,9 @@ class Store:
         """Open the store, whose folder is made if there is none; `None` without the option."""
         if self.folder is None:
             return None
+        from ..prefix_store import StoredPrompts
+
+        StoredPrompts(self.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
         from ..prefix_store import PrefixStore
 
         return PrefixStore(self.folder, max_bytes=self.store_max)

@@ -237,7 +237,7 @@ class Server(uvicorn.Server):
 
     def _form(self, asked: ChatRequest | TextRequest) -> Form | ResponseForm:
         if isinstance(asked, ResponseRequest):
-            return ResponseForm(self._name)
+            return ResponseForm(self._name, asked)
         return Form(self._name, isinstance(asked, ChatRequest), asked.stream_options.include_usage)
 
     def _take(self, place: contextlib.ExitStack) -> None:

@@ -23,6 +23,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _RETRY_SECONDS = 5
+MOST_TOOLS = 128
 _MOST_ANSWERS, _MOST_LOGPROBS, _MOST_STOPS = 8, 20, 64
 # Fields that are taken with their neutral value alone.
 _NEUTRAL = {
@@ -56,7 +57,7 @@ class APIError(HybridCacheError, RuntimeError):
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Refuses fields that it does not have; `null` is as good as nothing."""
 
     model_config = ConfigDict(extra="forbid")
@@ -67,18 +68,24 @@ class _Strict(BaseModel):
         return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
 
 
-class _Part(_Strict):
+class Part(Strict):
+    """A part of a message's text."""
+
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] = []
 
 
-class _Named(_Strict):
+class Named(Strict):
+    """The name of a function."""
+
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class _Called(_Named):
+class Called(Named):
+    """A call of a function."""
+
     arguments: dict[str, Any]
 
     @field_validator("arguments", mode="before")
@@ -89,31 +96,35 @@ class _Called(_Named):
         return json.loads(text)
 
 
-class _Function(_Named):
+class Function(Named):
+    """A function that an answer may call."""
+
     # Chat templates expect these two, too.
     description: str = ""
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     strict: bool = False
 
 
-class _Of(_Strict, Generic[_Kind]):
+class _Of(Strict, Generic[_Kind]):
     type: Literal["function"] = "function"
     function: _Kind
 
 
-class _Call(_Of[_Called]):
+class ToolCall(_Of[Called]):
+    """A call in a message."""
+
     id: str
     index: int | None = None
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """A message of a request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[_Part] = []
+    content: list[Part] = []
     reasoning_content: str = ""
     name: str | None = None
-    tool_calls: list[_Call] = []
+    tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -132,14 +143,14 @@ class ChatMessage(_Strict):
         return self
 
 
-class _Schema(_Strict):
+class _Schema(Strict):
     name: str = ""
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool = False
 
 
-class Format(_Strict):
+class Format(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
@@ -157,12 +168,12 @@ class Format(_Strict):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Request(_Strict):
+class Request(Strict):
     """The fields that all requests have. A field that says what is always so is taken with that value alone."""
 
     model: str = ""
@@ -244,8 +255,8 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     given_top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] = Field(0, validation_alias="top_logprobs")
-    tools: Annotated[list[_Of[_Function]], Field(max_length=128)] = []
-    tool_choice: Literal["none", "auto", "required"] | _Of[_Named] = "auto"
+    tools: Annotated[list[_Of[Function]], Field(max_length=MOST_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | _Of[Named] = "auto"
     parallel_tool_calls: bool = True
     max_thinking_tokens: int | None = None
     reasoning_effort: Effort | None = None
@@ -280,18 +291,16 @@ class ChatRequest(Request):
 
     @model_validator(mode="after")
     def _with_known_functions(self) -> Self:
-        names = [each.function.name for each in self.tools]
+        names, messages = [each.name for each in self.functions], self.said
         if len({*names}) < len(names):
             raise ValueError("tools has two functions of one name")
         if names and (self.n > 1 or self.logprobs):
             raise ValueError("tools goes with no n above 1, and without logprobs")
-        if (self.tool_choice == "required" and not names) or (
-            isinstance(self.tool_choice, _Of) and self.tool_choice.function.name not in names
-        ):
+        if self.choice not in {"none", "auto", *names} and not (self.choice == "required" and names):
             raise ValueError("tool_choice asks for a function that tools does not have")
-        called = {call.id for each in self.messages for call in each.tool_calls}
-        if unknown := [each.tool_call_id for each in self.messages if each.tool_call_id not in {None, *called}]:
-            raise ValueError(f"no tool_calls of messages has the tool_call_id {unknown[0]!r}")
+        called = {call.id for each in messages for call in each.tool_calls}
+        if unknown := [each.tool_call_id for each in messages if each.tool_call_id not in {None, *called}]:
+            raise ValueError(f"no call before has the id {unknown[0]!r} of a result")
         return self
 
     def without_tools(self, is_lenient: bool) -> list[str]:
@@ -303,11 +312,26 @@ class ChatRequest(Request):
         return ["tools"]
 
     @property
+    def functions(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return [each.function for each in self.tools]
+
+    @property
+    def choice(self) -> str:
+        """The name of the function that it must call, or "required" for any; else "auto", or "none"."""
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+
+    @property
+    def said(self) -> list[ChatMessage]:
+        """The messages."""
+        return self.messages
+
+    @property
     def prompt(self) -> Conversation:
         """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
         roles, messages = {"developer": "system"}, list[Message]()
-        names = {call.id: call.function.name for each in self.messages for call in each.tool_calls}
-        for each in self.messages:
+        names = {call.id: call.function.name for each in self.said for call in each.tool_calls}
+        for each in self.said:
             more: dict[str, Any] = {}
             if each.tool_calls:
                 more["tool_calls"] = [call.model_dump(exclude={"index"}) for call in each.tool_calls]
@@ -315,10 +339,10 @@ class ChatRequest(Request):
                 more = {"tool_call_id": each.tool_call_id, "name": names[each.tool_call_id]}
             content = "\n".join(part.text for part in each.content)
             messages.append(Message(roles.get(each.role, each.role), content, each.reasoning_content, more))
-        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
-        functions = tuple(each.model_dump(exclude={"function": {"strict"}}) for each in self.tools)
-        strict = frozenset(each.function.name for each in self.tools if each.function.strict)
-        return Conversation(tuple(messages), functions, choice, strict, self.parallel_tool_calls)
+        functions = [each.model_dump(include={"name", "description", "parameters"}) for each in self.functions]
+        tools = tuple({"type": "function", "function": each} for each in functions)
+        strict = frozenset(each.name for each in self.functions if each.strict)
+        return Conversation(tuple(messages), tools, self.choice, strict, self.parallel_tool_calls)
 
 
 class TextRequest(Request):
@@ -360,12 +384,17 @@ def parsed(
             return kind.model_validate(value), ignored
         except ValidationError as error:
             errors = error.errors(include_url=False, include_context=False, include_input=False)
+            errors.sort(key=lambda each: each["loc"][-1:] != ("type",))  # what is of another type has other fields
             unsupported = [place for each in errors if (place := _unsupported(each))]
             if unsupported and is_lenient:
-                ignored += [_left_out(value, place) for place in dict.fromkeys(unsupported)]
+                places = [*dict.fromkeys(unsupported)]
+                for place in reversed(places):  # those of a list from its end on
+                    _leave_out(value, place)
+                ignored += map(_named, places)
                 continue
-            name = _named(errors[0]["loc"])
-            if _unsupported(errors[0]):
+            place = _unsupported(errors[0])
+            name = _named(place or errors[0]["loc"])
+            if place:
                 message = f"{name!r} is not supported: leave it out, or start the server with --lenient."
                 raise APIError(400, message, "unsupported_parameter", name) from error
             where = repr(name) if name else "The request"
@@ -375,6 +404,8 @@ def parsed(
 def _unsupported(error: ErrorDetails) -> tuple[int | str, ...]:
     """Return the place of a field that an error says is not supported; empty for another error."""
     place = error["loc"]
+    if place[:1] == ("tools",) and place[2:] == ("type",) and error["type"] == "literal_error":
+        return place[:2]  # a tool of another kind
     return place[:1] if place and place[0] in _NEUTRAL else place if error["type"] == "extra_forbidden" else ()
 
 
@@ -382,11 +413,10 @@ def _named(place: Sequence[int | str]) -> str:
     return ".".join(map(str, place))
 
 
-def _left_out(value: Any, place: Sequence[int | str]) -> str:
-    """Leave a field out of a value, and return its name."""
+def _leave_out(value: Any, place: Sequence[int | str]) -> None:
+    """Leave a field out of a value."""
     *path, last = place
     del reduce(getitem, path, value)[last]
-    return _named(place)
 
 
 class Form:

@@ -4,20 +4,72 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasPath, Field, field_validator, model_validator
 
-from ..chat import Answer, Conversation, Message, Thought
+from ..chat import Answer, Call, Thought
 from .logprobs import Piece
-from .protocol import MOST_MESSAGES, ChatMessage, ChatRequest, Effort, Format, usage_of
+from .protocol import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Called,
+    ChatMessage,
+    ChatRequest,
+    Effort,
+    Format,
+    Function,
+    Named,
+    Part,
+    Strict,
+    ToolCall,
+    usage_of,
+)
 
 
-class _Item(ChatMessage):
-    type: Literal["message"] = "message"
+class _Item(Strict):
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: list[Part] = Field([])
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Any = None
+    output: list[Part] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thought(cls, given: Any) -> Any:
+        # Of what a server has said, its thoughts are left out, as most templates do.
+        is_thought = isinstance(given, dict) and given.get("type") == "reasoning"
+        return {"type": "reasoning"} if is_thought else given
+
+    @field_validator("content", "output", mode="before")
+    @classmethod
+    def _in_parts(cls, given: Any) -> Any:
+        return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needed = {"message": ("role",), "function_call": ("call_id", "name", "arguments")}
+        needed["function_call_output"] = ("call_id", "output")
+        if missing := [name for name in needed.get(self.type, ()) if getattr(self, name) is None]:
+            raise ValueError(f"an item of type {self.type!r} has no {' and no '.join(missing)}")
+        if self.type == "message" and not self.content and self.role != "assistant":
+            raise ValueError("only an assistant's message may have no content")
+        if self.type == "function_call":
+            Called.model_validate({"name": self.name, "arguments": self.arguments})
+        return self
+
+
+class _Function(Function):
+    type: Literal["function"]
+
+
+class _Chosen(Named):
+    type: Literal["function"]
 
 
 class _Format(Format):
@@ -45,22 +97,40 @@ class ResponseRequest(ChatRequest):
     include: tuple[str, ...] = ()
     truncation: Literal["auto", "disabled"] = "disabled"
     background: Literal[False] = False
+    tools: Annotated[list[_Function], Field(max_length=MOST_TOOLS)] = Field([])  # type: ignore[assignment]
+    tool_choice: Literal["none", "auto", "required"] | _Chosen = "auto"  # type: ignore[assignment]
 
     @field_validator("messages", mode="before")
     @classmethod
     def _as_messages(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            return [{"role": "user", "content": given}]
-        if not isinstance(given, list):
-            return given
-        # Of what a server has said, its thoughts are left out, as most templates do.
-        return [each for each in given if not (isinstance(each, dict) and each.get("type") == "reasoning")]
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
     @property
-    def prompt(self) -> Conversation:
-        asked = super().prompt
-        instructions = (Message("system", self.instructions),) if self.instructions else ()
-        return asked._replace(messages=instructions + asked.messages)
+    def functions(self) -> list[Function]:
+        return [*self.tools]
+
+    @property
+    def choice(self) -> str:
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.name
+
+    @property
+    def said(self) -> list[ChatMessage]:
+        """The messages of a chat; calls are of the answer before them."""
+        said: list[ChatMessage] = []
+        if self.instructions:
+            said.append(ChatMessage(role="system", content=[Part(type="text", text=self.instructions)]))
+        for each in self.messages:
+            if each.role is not None:
+                said.append(ChatMessage(role=each.role, content=each.content))
+            elif each.type == "function_call_output":
+                said.append(ChatMessage(role="tool", content=each.output or [], tool_call_id=each.call_id))
+            elif each.type == "function_call":
+                if not said or said[-1].role != "assistant":
+                    said.append(ChatMessage(role="assistant"))
+                function = {"name": each.name, "arguments": each.arguments}
+                call = ToolCall.model_validate({"id": each.call_id, "function": function})
+                said[-1] = said[-1].model_copy(update={"tool_calls": [*said[-1].tool_calls, call]})
+        return said
 
 
 class ResponseForm:
@@ -69,14 +139,15 @@ class ResponseForm:
 
     Args:
         model: name of the model.
+        asked: the request.
     """
 
     end = ""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, asked: ResponseRequest):
         self._output, self._number = list[dict[str, Any]](), 0
         about = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time()), "model": model}
-        tools = {"tools": list[Any](), "tool_choice": "auto", "parallel_tool_calls": False}
+        tools = asked.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
         self._response: dict[str, Any] = {
             "object": "response",
             "status": "in_progress",
@@ -93,6 +164,9 @@ class ResponseForm:
 
     def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece; each is told before the next one is taken, because what it has changes."""
+        if piece.call is not None:
+            yield from self._called(piece.call)
+            return
         yield from self._open("reasoning" if isinstance(piece.text, Thought) else "message")
         [part] = self._output[-1]["content"]
         part["text"] += piece.text
@@ -100,10 +174,11 @@ class ResponseForm:
 
     def last(self, answers: Sequence[Answer], cached_tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the events after the last piece."""
-        is_whole = answers[0].finish_reason == "stop"
+        is_whole = answers[0].finish_reason in ("stop", "tool_calls")
         status, usage = "completed" if is_whole else "incomplete", usage_of(answers, cached_tokens)
-        yield from self._open("message")
-        yield from self._close(status)
+        if not self._output or self._output[-1]["type"] != "function_call":
+            yield from self._open("message")
+            yield from self._close(status)
         self._response |= {
             "status": status,
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
@@ -121,11 +196,7 @@ class ResponseForm:
         """Begin an item of the answer, if the last one is of another kind."""
         if self._output and self._output[-1]["type"] == kind:
             return
-        if self._output:
-            yield from self._close("completed")
-        else:
-            yield self._event("created", response=self._response)
-            yield self._event("in_progress", response=self._response)
+        yield from self._begin()
         item: dict[str, Any] = {"type": kind, "id": f"{kind[:3]}_{uuid.uuid4().hex}", "status": "in_progress"}
         if kind == "message":
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -135,6 +206,25 @@ class ResponseForm:
         self._output.append(item | {"content": [part]})
         yield self._of_item("added", item | {"content": []})
         yield self._of_part("content_part.added", part=part)
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        """Begin the answer, or end its last item, so that another one may follow."""
+        if not self._output:
+            yield self._event("created", response=self._response)
+            yield self._event("in_progress", response=self._response)
+        elif self._output[-1]["type"] != "function_call":
+            yield from self._close("completed")
+
+    def _called(self, call: Call) -> Iterator[dict[str, Any]]:
+        """Tell a call, which is whole."""
+        yield from self._begin()
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}
+        self._output.append(item | {"arguments": call.arguments, "status": "completed"})
+        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        yield self._of_item("added", item | {"arguments": "", "status": "in_progress"})
+        yield self._event("function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("function_call_arguments.done", **place, arguments=call.arguments, name=call.name)
+        yield self._of_item("done", self._output[-1])
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
         """End the last item."""
@@ -151,6 +241,6 @@ class ResponseForm:
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
         return self._event(name, **place, **fields)
 
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": f"response.{name}", "sequence_number": self._number - 1, **fields}

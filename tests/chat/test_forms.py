@@ -260,7 +260,7 @@ def test_what_a_form_leaves_no_choice_about_is_drafted_and_accepted(names: list[
                 prompt,
                 **cache_argument(DynamicHybridCache(model.config)),
                 custom_generate=lookup(most, forming.forced),
-                logits_processor=[forming, Sampling(settings, 1, model.device)],
+                logits_processor=[forming, Sampling(settings, [seed], model.device)],
                 eos_token_id=2,
                 pad_token_id=0,
                 max_new_tokens=LONG,

@@ -1,5 +1,6 @@
 """OpenAI's client gets from `/v1/responses` the answers of chat completions."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from pydantic import BaseModel
 
 from serve.running import DOCUMENT, NEW_TOKENS, Running, serving, user
 
+from chat.calls import called, function
+from chat.calls import tokenizer_of as calls_of
 from chat.thoughts import tokenizer_of
 from models.byte_tokenizer import byte_tokenizer, model_in
 
@@ -76,7 +79,9 @@ def test_a_response_is_parsed_as_a_class_of_pydantic(server: Running):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"given": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0"),
+        ({"given": [{"type": "function_call_output", "call_id": "1"}]}, "input.0"),
+        ({"given": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}]}, "input.0"),
+        ({"given": [user("a"), {"role": "user", "content": "b", "weight": 1}]}, "input.1.weight"),
         ({"given": [user("a"), {"role": "user", "content": [{"type": "input_image"}]}]}, "input.1.content.0.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True}, "background"),
@@ -88,6 +93,46 @@ def test_what_a_response_cannot_do_is_refused_by_its_name(server: Running, field
     with pytest.raises(openai.BadRequestError) as refused:
         respond(server, **{"given": "Who?"} | fields)
     assert str(refused.value.param).startswith(name)
+
+
+@pytest.mark.parametrize("name", ["Hermes", "Llama"])
+def test_a_call_is_an_item_of_a_response_and_its_result_goes_back_in(name: str, tmp_path: Path):
+    weather = function("get_weather", city={"enum": ["Turin", "Rome"]})["function"]
+    tools, asked = [{"type": "function", **weather}, {"type": "web_search"}], user(f"{DOCUMENT}\n\nHow is it there?")
+    folder = model_in(tmp_path / "model", 2**13, calls_of(name), eos_token_id=2)
+    with serving(folder, "--lenient") as server:
+        options = {"tools": tools, "instructions": "Be short.", "parallel_tool_calls": False, "max_output_tokens": 99}
+        response = respond(server, [asked], **options, tool_choice={"type": "function", "name": "get_weather"})
+        [call] = response.output
+        assert (call.type, call.name, response.status) == ("function_call", "get_weather", "completed")
+        assert json.loads(call.arguments)["city"] in ("Turin", "Rome")
+        forced = {"model": server.model, "input": [asked], **options, "tool_choice": "required"}
+        with server.client.responses.stream(**forced) as stream:
+            events = [event.type for event in stream]
+            assert stream.get_final_response().output[0].arguments == call.arguments
+        assert events[2:-1] == [
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+        ]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+        later = respond(server, [asked, *response.output, result], **options, tool_choice="none")
+        said = server.ask(
+            [
+                {"role": "system", "content": "Be short."},
+                asked,
+                {"role": "assistant", "tool_calls": [called(call.call_id, call.name, json.loads(call.arguments))]},
+                {"role": "tool", "tool_call_id": call.call_id, "content": "It rains."},
+            ],
+            tools=[{"type": "function", "function": weather}],
+            tool_choice="none",
+            max_tokens=99,
+        )
+        assert later.output_text == said.choices[0].message.content
+        assert later.usage.input_tokens_details.cached_tokens > 100
+        with pytest.raises(openai.BadRequestError, match="'nothing'"):
+            respond(server, [asked, result | {"call_id": "nothing"}], **options)
 
 
 def test_a_thought_is_an_item_before_the_answer(tmp_path: Path):

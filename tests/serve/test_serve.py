@@ -193,7 +193,7 @@ def test_another_question_about_a_document_reads_the_question_alone(server: Runn
 
 
 def test_twenty_clients_at_once_get_the_answers_that_they_get_one_by_one(server: Running):
-    """Of two documents and none, whole, streamed, sampled, with a text that ends them, drafted, or cut off."""
+    """They are of two documents and none, whole, streamed, sampled, with a text that ends them, drafted, or cut off."""
     repeating = {"frequency_penalty": -2, "presence_penalty": -2}
     options = [{}, SAMPLED, SAMPLED | {"seed": 4}, repeating | {"max_tokens": 30}, {"stop": ["e", "1"]}]
     documents = [DOCUMENT.replace("Ada", name) * size for name, size in (("Eve", 1), ("Max", 3), ("", 0))]
@@ -218,7 +218,7 @@ def test_twenty_clients_at_once_get_the_answers_that_they_get_one_by_one(server:
 
 
 def test_the_next_turn_after_a_restart_reads_what_is_new_alone(model: Path, tmp_path: Path):
-    """Of a conversation that was edited nothing is taken that differs."""
+    """Nothing that differs is taken of a conversation that was edited."""
     messages, options = [user(f"{DOCUMENT * 4}\n\nWho came?")], ("--store", str(tmp_path))
     server = Running(model, *options)
     for text in ("Why?", "Where?"):

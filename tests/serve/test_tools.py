@@ -183,9 +183,9 @@ def test_calls_that_cannot_be_are_refused(server: Running):
     for messages, more, message in (
         (ASKED, {"tool_choice": "required"}, "tool_choice asks for a function that tools does not have"),
         (ASKED, {"tools": [SEARCH, SEARCH]}, "two functions of one name"),
-        (ASKED, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "'tools.0.type' is wrong"),
+        (ASKED, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "'tools.0' is not supported"),
         (ASKED, {"tools": [function("a b")]}, "'tools.0.function.name' is wrong"),
-        ([*ASKED, result], {}, "no tool_calls of messages has the tool_call_id 'x'"),
+        ([*ASKED, result], {}, "no call before has the id 'x' of a result"),
         ([*ASKED, result | {"role": "user"}], {}, "tool_call_id goes with role 'tool'"),
         ([*ASKED, wrong], {}, "arguments must be an object, as JSON"),
         (

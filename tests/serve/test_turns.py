@@ -71,7 +71,7 @@ def asked(tmp_path: Path) -> Asked:
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
-def test_what_prompts_at_once_begin_with_is_read_once_whether_the_reader_stays_or_leaves(asked: Asked, leaves: bool):
+def test_what_prompts_at_once_begin_with_is_read_once_whoever_leaves(asked: Asked, leaves: bool):
     have_left = list[int]()
 
     def ask(number: int) -> tuple[str, Answered] | None:
@@ -157,7 +157,7 @@ def test_memory_that_ends_in_one_answer_leaves_the_others_theirs(asked: Asked):
 @pytest.mark.parametrize("has_room", [True, False])
 def test_conversations_leave_memory_as_soon_as_one_that_runs_needs_it(tmp_path: Path, has_room: bool):
     asked, again = Asked(tmp_path, 2**30 if has_room else 2**20), list[Any]()
-    known, chunks = asked.ask("Go on.", 1)[1].answer.prompt_tokens - 1, list[int]()
+    known, chunks = asked.ask("Go on.", 1)[1].answers[0].prompt_tokens - 1, list[int]()
 
     def ask_again(tokens: int) -> None:
         chunks.append(tokens)
@@ -170,7 +170,7 @@ def test_conversations_leave_memory_as_soon_as_one_that_runs_needs_it(tmp_path: 
         assert again[0].result()[1].cached_tokens == known * has_room
 
 
-def test_tokens_of_several_answers_come_in_one_pass_and_are_those_of_each_alone(asked: Asked):
+def test_tokens_of_several_answers_come_in_one_pass_as_each_alone(asked: Asked):
     fused, are_done = fuse_decode(asked.model), threading.Event()
     prompts = ["Who?", "Where was it?", f"{DOCUMENT[:100]}\n\nWhy?"]
     with ThreadPoolExecutor(4) as pool:
@@ -182,4 +182,6 @@ def test_tokens_of_several_answers_come_in_one_pass_and_are_those_of_each_alone(
         talking.result()
     # The one that outlasts them looks after each of its own; apart there would be 210 more.
     assert fused.fused_steps < asked.looks + 30
-    assert [end.answer.token_ids for end in ends] == [asked.ask(prompt, 70)[1].answer.token_ids for prompt in prompts]
+    assert [end.answers[0].token_ids for end in ends] == [
+        asked.ask(prompt, 70)[1].answers[0].token_ids for prompt in prompts
+    ]
