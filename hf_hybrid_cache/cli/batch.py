@@ -110,10 +110,7 @@ def batch(
         settings = answer.settings()
         asked = list(chain.from_iterable(by_document(read_questions(questions, settings.form, document or ()))[share]))
         folder = questions.parent.absolute()
-        if store.folder is not None:
-            from ..prefix_store import StoredPrompts
-
-            StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
+        store.require_usable()
         kept = _kept_settings(prompt, cache, model, answer)
         answers = Answers(path, asked, kept, folder, partial(note, notes), again)
         with answers.alone():

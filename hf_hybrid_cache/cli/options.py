@@ -336,13 +336,18 @@ class Store:
             raise UsageError("--store-max is the limit of a prefix store: name its folder with --store.")
         parsed("--store-max", self.store_max, parse_bytes)
 
+    def require_usable(self) -> None:
+        """Check that the folder can be used, if there is one; torch is not imported, as for a `PrefixStore`."""
+        if self.folder is not None:
+            from ..prefix_store import StoredPrompts
+
+            StoredPrompts(self.folder)
+
     def open(self) -> "PrefixStore | None":
         """Open the store, whose folder is made if there is none; `None` without the option."""
         if self.folder is None:
             return None
-        from ..prefix_store import StoredPrompts
-
-        StoredPrompts(self.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
+        self.require_usable()
         from ..prefix_store import PrefixStore
 
         return PrefixStore(self.folder, max_bytes=self.store_max)

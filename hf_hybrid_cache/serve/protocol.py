@@ -9,7 +9,16 @@ from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from ..chat import Answer, AnswerSettings, Call, Conversation, Message, SettingError, Thought, arguments_text
@@ -18,12 +27,10 @@ from ..chat.settings import LEAST_TEMPERATURE, SWITCHES
 from ..errors import HybridCacheError
 from .logprobs import Piece, Told, chat_form, text_form
 
-MOST_MESSAGES = 2**14
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
 _Kind = TypeVar("_Kind", bound=BaseModel)
+MOST_MESSAGES, MOST_TOOLS = 2**14, 128
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _RETRY_SECONDS = 5
-MOST_TOOLS = 128
 _MOST_ANSWERS, _MOST_LOGPROBS, _MOST_STOPS = 8, 20, 64
 # Fields that are taken with their neutral value alone.
 _NEUTRAL = {
@@ -77,6 +84,14 @@ class Part(Strict):
     logprobs: list[Any] = []
 
 
+def _in_parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+# A text, or a list of parts of one.
+Parts = Annotated[list[Part], BeforeValidator(_in_parts)]
+
+
 class Named(Strict):
     """The name of a function."""
 
@@ -121,16 +136,11 @@ class ChatMessage(Strict):
     """A message of a request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[Part] = []
+    content: Parts = []
     reasoning_content: str = ""
     name: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _in_parts(cls, given: Any) -> Any:
-        return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _with_content(self) -> "ChatMessage":
@@ -329,9 +339,9 @@ class ChatRequest(Request):
     @property
     def prompt(self) -> Conversation:
         """The messages, and what may be called; what OpenAI calls developer is system in chat templates."""
-        roles, messages = {"developer": "system"}, list[Message]()
-        names = {call.id: call.function.name for each in self.said for call in each.tool_calls}
-        for each in self.said:
+        roles, messages, said = {"developer": "system"}, list[Message](), self.said
+        names = {call.id: call.function.name for each in said for call in each.tool_calls}
+        for each in said:
             more: dict[str, Any] = {}
             if each.tool_calls:
                 more["tool_calls"] = [call.model_dump(exclude={"index"}) for call in each.tool_calls]

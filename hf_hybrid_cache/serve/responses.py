@@ -21,6 +21,7 @@ from .protocol import (
     Function,
     Named,
     Part,
+    Parts,
     Strict,
     ToolCall,
     usage_of,
@@ -30,11 +31,11 @@ from .protocol import (
 class _Item(Strict):
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: list[Part] = Field([])
+    content: Parts = Field([])
     call_id: str | None = None
     name: str | None = None
     arguments: Any = None
-    output: list[Part] | None = None
+    output: Parts | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -45,11 +46,6 @@ class _Item(Strict):
         # Of what a server has said, its thoughts are left out, as most templates do.
         is_thought = isinstance(given, dict) and given.get("type") == "reasoning"
         return {"type": "reasoning"} if is_thought else given
-
-    @field_validator("content", "output", mode="before")
-    @classmethod
-    def _in_parts(cls, given: Any) -> Any:
-        return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -184,7 +184,7 @@ def test_a_step_when_a_window_is_set_gives_what_the_own_forward_gives():
     twins.forward(random_prompt(1, 40))
     for model in (twins.model, twins.own_model):
         model.config.sliding_window = 4
-    twins.steps(2)
+    assert twins.steps(2) == 2
     for model in (twins.model, twins.own_model):
         model.config.sliding_window = None
     assert twins.steps(2) == 2

@@ -126,7 +126,7 @@ class Commands:
         if program == "curl":
             said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
             assert said
-            assert '"error"' not in said.replace('"error":null', "")
+            assert "error" not in said.replace('"error":null', "")
             return said
         if program != "hf-hybrid-cache" or (arguments[0] == "serve" and not self._asks_server):
             self._check(program, arguments)
