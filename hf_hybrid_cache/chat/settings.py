@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafts import MOST_TOKENS
+from ..drafts import MOST_TOKENS, checked_drafts
 from ..errors import HybridCacheError
 from .forms import FORMS, Form, checked_form
 
@@ -102,8 +102,10 @@ class AnswerSettings:
                 raise SettingError(f"{name} must be from -2 to 2, got {getattr(self, name)}.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
-        if not 0 <= self.drafts <= MOST_TOKENS:
-            raise SettingError(f"drafts must be from 0 to {MOST_TOKENS}, got {self.drafts}.")
+        try:
+            checked_drafts("drafts", self.drafts)
+        except (TypeError, ValueError) as error:
+            raise SettingError(str(error)) from error
         if not all(self.stop):
             raise SettingError("stop must not have an empty text, before which every answer ends.")
         given = [name for name in FORMS if getattr(self, name) is not None]

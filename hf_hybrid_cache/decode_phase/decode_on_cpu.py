@@ -51,12 +51,13 @@ class DecodeOnCPU:
         weights: bits of a weight on the CPU, 8 or 4, for the weights that `quantize_weights` quantizes; `None` for the
             weights as they are. A token then takes a half to a quarter of the time. The prefill, and so the first
             token, uses the weights as they are.
+        drafts: tokens of a draft at most, or the `PromptLookup` that is to draft and count them; `None` for none.
 
     Raises:
         TypeError: an argument has the wrong type, or `cache` is not one of this package's caches.
-        ValueError: `weights` is another number; the model cannot be decoded on the CPU (an encoder-decoder, weights
-            that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`); or none of its
-            weights can be quantized.
+        ValueError: `weights` or `drafts` is another number; the model cannot be decoded on the CPU (an encoder-decoder,
+            weights that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`); or none
+            of its weights can be quantized.
         HostMemoryError: host memory would not suffice; nothing has been moved then.
 
     Example:
@@ -72,7 +73,7 @@ class DecodeOnCPU:
     _: KW_ONLY
     keep_weights: bool = False
     weights: int | None = None
-    drafts: PromptLookup | None = None
+    drafts: PromptLookup | int | None = None
     # By model: what its weights were, and their copies.
     _kept: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, HostCopies]] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
@@ -87,6 +88,7 @@ class DecodeOnCPU:
         if self.weights is not None:
             object.__setattr__(self, "weights", Width.checked(self.weights, name="weights").bits)
         checked_bool("keep_weights", self.keep_weights)
+        object.__setattr__(self, "drafts", PromptLookup.of(self.drafts))
 
     def __call__(
         self,
@@ -124,7 +126,7 @@ class DecodeOnCPU:
         }
 
         dtype = None if self.dtype == model.dtype else self.dtype
-        if self.drafts is not None:
+        if isinstance(self.drafts, PromptLookup):  # of a number, too
             loop = partial(self.drafts.run, loop)
         run = partial(loop, model, **inputs)
         if model.device.type != "cpu" or dtype is not None or self.weights is not None:

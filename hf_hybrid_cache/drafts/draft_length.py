@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections import deque
 from statistics import median
 
-from ..scalars import MOST_ROWS
+from ..scalars import MOST_ROWS, checked_integer
 
 # Tokens of a draft at most: with the one before them they are as many rows as a step has in one call.
 MOST_TOKENS = MOST_ROWS - 1
@@ -20,6 +20,20 @@ _FIRST_WEIGHT, _FADING = 4.0, 0.95
 _ROW, _FIRST_ROWS, _ROWS_FADING = 0.2, 4.0, 0.8
 # Steps whose median is the time of one, and how many times as long as expected a pass with a draft counts at most.
 _STEPS, _LONGEST = 9, 3.0
+
+
+def checked_drafts(name: str, given: object) -> int:
+    """
+    A user's number of tokens of a draft at most.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is out of its range.
+    """
+    number = checked_integer(name, given)
+    if not 0 <= number <= MOST_TOKENS:
+        raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {number}.")
+    return number
 
 
 class DraftLength:

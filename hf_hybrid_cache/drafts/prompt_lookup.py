@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..cache import kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
 from ..storage import GRANULE
-from .draft_length import MOST_TOKENS, SURE, DraftLength
+from .draft_length import MOST_TOKENS, SURE, DraftLength, checked_drafts
 from .index import Index, Match
 
 # Inputs of a step that have an entry for each token; with any other tensor a step has one token.
@@ -53,6 +53,7 @@ class PromptLookup:
         without: the number of generations without drafts, by the reason.
 
     Raises:
+        TypeError: `max_tokens` is not an integer.
         ValueError: `max_tokens` is another number; or `generate` has an assistant or `prompt_lookup_num_tokens`, too.
 
     Example:
@@ -69,11 +70,23 @@ class PromptLookup:
         forced: Forced | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if max_tokens not in range(MOST_TOKENS + 1):
-            raise ValueError(f"max_tokens must be from 0 to {MOST_TOKENS}, got {max_tokens!r}.")
-        self._max_tokens, self._forced, self._clock = max_tokens, forced, clock
+        self._max_tokens, self._forced, self._clock = checked_drafts("max_tokens", max_tokens), forced, clock
         self.drafted_tokens = self.accepted_tokens = self.passes = 0
         self.without: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, drafts: "PromptLookup | int | None") -> "PromptLookup | None":
+        """
+        Return what drafts, of what an argument `drafts` is given.
+
+        Args:
+            drafts: one, or tokens of a draft at most; `None` for none.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: it is another number.
+        """
+        return drafts if drafts is None or isinstance(drafts, cls) else cls(checked_drafts("drafts", drafts))
 
     def __repr__(self) -> str:
         counted = f"{self.accepted_tokens:,} of {self.drafted_tokens:,} drafted tokens were accepted"

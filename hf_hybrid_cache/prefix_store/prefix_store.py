@@ -52,11 +52,13 @@ class PrefixStore(StoredPrompts):
             refused if it has modules that are not of torch, transformers or this package, hooks, or modules with a
             forward of their own. Give another name whenever one of these does something else: states are used under the
             same name alone.
-        drafts: of the answers that `generate` then gives, see `PromptLookup`; `None` for none.
+        drafts: tokens of a draft at most, for the answers that `generate` then gives, or the `PromptLookup` that is to
+            draft and count them; `None` for none.
 
     Raises:
         PrefixStoreFolderError: the folder cannot be used, or has other files.
-        ValueError: a size is not one.
+        TypeError: `drafts` is something else.
+        ValueError: a size is not one; `drafts` is out of its range.
 
     Example:
         >>> store = PrefixStore("~/prompts", max_bytes="40GiB")
@@ -71,7 +73,7 @@ class PrefixStore(StoredPrompts):
 
     And with answers that draft from the prompt:
 
-        >>> store = PrefixStore("~/prompts", drafts=PromptLookup())
+        >>> store = PrefixStore("~/prompts", drafts=15)
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class PrefixStore(StoredPrompts):
         max_bytes: int | str | None = None,
         min_free_bytes: int | str = "1GiB",
         identity: str | None = None,
-        drafts: PromptLookup | None = None,
+        drafts: PromptLookup | int | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
         free = parse_bytes(min_free_bytes)
         super().__init__(path, max_bytes=limit, min_free_bytes=free, require_readable=_require_readable)
-        self._identity, self._drafts = identity, drafts
+        self._identity, self._drafts = identity, PromptLookup.of(drafts)
 
     def __call__(
         self,

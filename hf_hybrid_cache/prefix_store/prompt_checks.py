@@ -215,9 +215,7 @@ def require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given
     require_decoder(model)
     require_use_cache(given)
     is_assisted = config.get_generation_mode(given.get("assistant_model")) is GenerationMode.ASSISTED_GENERATION
-    others = (
-        ["assistant_model or prompt_lookup_num_tokens (but with drafts=PromptLookup() it can)"] if is_assisted else []
-    )
+    others = ["assistant_model or prompt_lookup_num_tokens (but with drafts=15 it can)"] if is_assisted else []
     for name, value in given.items():
         if name in _TAKEN or name.startswith("output_") or value is None or value is False:
             continue

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PromptLookup, QuantizedHybridCache
+from hf_hybrid_cache import (
+    DecodeOnCPU,
+    DynamicHybridCache,
+    HybridCache,
+    PrefixStore,
+    PromptLookup,
+    QuantizedHybridCache,
+)
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+from hf_hybrid_cache.chat import AnswerSettings, SettingError
 
 from common.caches import CACHES
 from common.interruptions import Interruption
@@ -182,6 +190,31 @@ def test_filled_cache_and_prefix_store_go_on_with_drafts(tmp_path: Any):
     before = drafts.accepted_tokens
     assert torch.equal(answer(DynamicHybridCache(config), drafts=store, progress=False), expected)
     assert drafts.accepted_tokens == 2 * before > 0
+
+
+TAKES_DRAFTS: dict[str, Callable[[Any], Any]] = {
+    "PromptLookup": PromptLookup,
+    "PrefixStore": lambda drafts: PrefixStore("prompts", drafts=drafts),
+    "DecodeOnCPU": lambda drafts: DecodeOnCPU(drafts=drafts),
+    "Chat": lambda drafts: AnswerSettings(drafts=drafts),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_DRAFTS)
+def test_drafts_given_as_a_number_are_so_many_tokens_at_most(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make = TAKES_DRAFTS[name]
+    for wrong in (True, 2.0, "15", object()):
+        with pytest.raises((TypeError, SettingError), match=r"(drafts|max_tokens) must be an integer, got "):
+            make(wrong)
+    for wrong in (-1, 16):
+        with pytest.raises(ValueError, match=rf"(drafts|max_tokens) must be from 0 to 15, got {wrong}"):
+            make(wrong)
+    if name != "Chat":
+        cache = DynamicHybridCache(tiny_model("llama").config)
+        extra = {"progress": False} if name == "PrefixStore" else {}
+        expected = answer(DynamicHybridCache(tiny_model("llama").config))
+        assert torch.equal(answer(cache, drafts=make(15), **extra), expected)
 
 
 @pytest.mark.parametrize(
