@@ -470,7 +470,7 @@ class Recorder:
     def _attend_to_scores(self, function: Any, args: Any, options: Any) -> torch.Tensor:
         weights, values = args
         written = weights.written
-        if written is None or not written.are_weights or written.has_sinks or not isinstance(values, KVHandle):
+        if written.form != "weights" or written.has_sinks or not isinstance(values, KVHandle):
             result: torch.Tensor = function(*args, **options)
             return result
         queries = written.queries
