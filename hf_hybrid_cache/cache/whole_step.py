@@ -61,7 +61,7 @@ class WholeSteps:
         elif len({store.num_tokens for store in stores}) > 1:
             self.why_none = "layers of the cache hold different tokens"
         else:
-            self.num_left = min((store.make_place() for store in stores), default=_ANY_NUMBER)
+            self.num_left = min((_growing(store).make_place() for store in stores), default=_ANY_NUMBER)
             self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
         stores = stores if self.num_left else []
         self.blocks, self.prefixes = [blocks_of(_growing(store)) for store in stores], dict[int, StoredBlocks]()
@@ -122,10 +122,10 @@ class WholeSteps:
         stores = self.stores
         try:
             for store in stores:
-                store.note_written(length)
+                _growing(store).note_written(length)
         except BaseException:
             for store in stores:
-                store.forget_uncounted(length)
+                _growing(store).forget_uncounted(length)
             raise
         if self.indices:
             cache._passes.note_reached(self.indices[-1])
