@@ -56,11 +56,14 @@ class LayerView:
             )
         return self._store
 
-    def attend(self, queries: Queries) -> torch.Tensor:
+    def attend(self, queries: Queries, is_mask_added: bool = False) -> torch.Tensor:
         """Return attention of queries, which the store may need to choose a codec."""
-        store = self.store
+        store, mask = self.store, queries.mask
         if store.wants_queries:
             store.observe(queries.states)
+        if is_mask_added and mask is not None and mask.dtype != torch.bool:
+            assert isinstance(self.attention, StoredAttention)
+            queries = queries._replace(mask=self.attention.simplified(mask))
         return self.attention(queries, self.tokens)
 
     def states(self, what: str) -> Pair:
@@ -227,20 +230,17 @@ def _scores(query: object, keys: object) -> Scores | None:
     )
     if not fits or (torch.is_grad_enabled() and query.requires_grad) or torch.is_autocast_enabled(query.device.type):
         return None
-    attention = layer.attention
-    assert isinstance(attention, StoredAttention)
+    assert isinstance(layer.attention, StoredAttention)
 
     def attend(queries: Queries, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         if not isinstance(values, KVHandle) or values.layer is not layer or values.role != 1 or values.is_transposed:
             return None
         if values._shape[:3] != (batch, heads, keys_shape[3]):
             return None
-        if queries.mask is not None and queries.mask.dtype != torch.bool:
-            queries = queries._replace(mask=attention.simplified(queries.mask))
-        return layer.attend(queries).to(dtype)
+        return layer.attend(queries, is_mask_added=True).to(dtype)
 
     product = Product(attend)
-    attention.products.add(product)
+    layer.attention.products.add(product)
     queries = Queries(query, heads // states.num_kv_heads, 1.0)
     return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.states(what))
 

@@ -7,7 +7,8 @@ values is one call of attention over the store. Any other operation gets the num
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,27 +33,20 @@ class Written(NamedTuple):
 
     Attributes:
         queries: with the scale of the products, the cap, the mask and the sinks.
+        form: "products" to which nothing was added, "scores", or "shifted" by the highest score of each query, which
+            changes no weight; the "highest" score of each query; "weights", softmax of scores; or "numbers" of which
+            nothing is known.
         has_sinks: the last column is that of the sinks, no token's.
-        are_shifted: the highest score of each query was subtracted, which changes no weight.
-        are_weights: softmax was taken of them.
-        are_highest: they are the highest score of each query.
     """
 
     queries: Queries
+    form: str = "products"
     has_sinks: bool = False
-    are_shifted: bool = False
-    are_weights: bool = False
-    are_highest: bool = False
 
     @property
     def are_scores(self) -> bool:
         """Whether they are the scores themselves."""
-        return not (self.are_weights or self.are_highest)
-
-    @property
-    def are_products(self) -> bool:
-        """Whether nothing was added to the products."""
-        return self.are_scores and self.queries.mask is None and not (self.has_sinks or self.are_shifted)
+        return self.form in ("products", "scores", "shifted")
 
     def says_the_same(self, other: "Written") -> bool:
         """Return whether two of the same product went the same way."""
@@ -108,11 +102,11 @@ class Scores(torch.Tensor):
     Scores that nobody has computed yet, or weights that are made of them.
 
     Attributes:
-        written: what they are; `None` once their numbers may have changed.
+        written: what they are.
         product: that they are made of.
     """
 
-    written: Written | None
+    written: Written
     product: Product
     _compute: _Compute
     _numbers: torch.Tensor | None
@@ -156,27 +150,9 @@ class Scores(torch.Tensor):
             for each in (*args, *kwargs.values()):
                 if isinstance(each, Scores):
                     each.product.compute(what)
-                    each.written = None
+                    each.written = each.written._replace(form="numbers")
         args, kwargs = tree_map_only(Scores, lambda scores: scores.numbers(what), (args, kwargs))
         return func(*args, **kwargs)
-
-
-class _Highest:
-    """The highest scores, as `max` along an axis returns them with their indices."""
-
-    def __init__(self, values: Scores, indices: Callable[[], torch.Tensor]):
-        self.values, self._indices = values, indices
-
-    @property
-    def indices(self) -> torch.Tensor:
-        """The places of the highest scores."""
-        return self._indices()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.values, self.indices)[index] if index else self.values
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self.values, self.indices))
 
 
 def scores_of(product: Product, queries: Queries, tokens: int, compute: _Compute) -> Scores:
@@ -202,7 +178,7 @@ def _made(
 def _times(scores: Scores, operation: Callable[[torch.Tensor], torch.Tensor], number: object) -> Scores | None:
     """Return scores times a number, unless something was added to them."""
     written = scores.written
-    if written is None or not written.are_products or not isinstance(number, (int, float)) or number == 0:
+    if written.form != "products" or not isinstance(number, (int, float)) or number == 0:
         return None
     queries = written.queries
     assert queries.scale is not None
@@ -224,7 +200,7 @@ def _divided(func: Any, scores: Any, number: Any) -> Scores | None:
 
 def _tanh(func: Any, scores: Scores) -> Scores | None:
     written = scores.written
-    if written is None or not written.are_products or written.queries.cap is not None:
+    if written.form != "products" or written.queries.cap is not None:
         return None
     return _made(scores, func, Written(written.queries._replace(cap=1.0)))
 
@@ -232,7 +208,7 @@ def _tanh(func: Any, scores: Scores) -> Scores | None:
 def _added(func: Any, first: Any, second: Any) -> Scores | None:
     scores, mask = (first, second) if isinstance(first, Scores) else (second, first)
     written = scores.written
-    if written is None or not written.are_scores or written.has_sinks or not isinstance(mask, torch.Tensor):
+    if not written.are_scores or written.has_sinks or not isinstance(mask, torch.Tensor):
         return None
     queries, tokens = written.queries, scores.shape[3]
     if isinstance(mask, Scores) or not mask.dtype.is_floating_point or not covers(mask, queries.states, tokens):
@@ -242,9 +218,9 @@ def _added(func: Any, first: Any, second: Any) -> Scores | None:
     shaped = scores.product.watch(mask)[(None,) * (4 - mask.dim())]
     total = shaped if queries.mask is None else queries.mask + shaped
     result = torch.promote_types(scores.dtype, mask.dtype)
-    return _made(
-        scores, lambda numbers: func(numbers, mask), written._replace(queries=queries._replace(mask=total)), result
-    )
+    form = "scores" if written.form == "products" else written.form
+    masked = Written(queries._replace(mask=total), form)
+    return _made(scores, lambda numbers: func(numbers, mask), masked, result)
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
@@ -253,33 +229,28 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
     scores, sinks = tensors
     written = scores.written
     is_column = isinstance(sinks, torch.Tensor) and tuple(sinks.shape) == (*scores.shape[:3], 1)
-    if written is None or not written.are_scores or written.has_sinks or written.are_shifted:
+    if written.form not in ("products", "scores") or written.has_sinks:
         return None
     if not is_column or isinstance(sinks, Scores):
         return None
     if torch.is_grad_enabled() and sinks.requires_grad:
         return None
-    joined = Written(written.queries._replace(sinks=scores.product.watch(sinks)), has_sinks=True)
+    joined = Written(written.queries._replace(sinks=scores.product.watch(sinks)), "scores", has_sinks=True)
     result = torch.promote_types(scores.dtype, sinks.dtype)
     return _made(scores, lambda numbers: func([numbers, sinks], dim=dim), joined, result, scores.shape[3] + 1)
 
 
-def _highest(func: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> "_Highest | Scores | None":
+def _highest(func: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     written = scores.written
-    if written is None or not written.are_scores or not isinstance(dim, int) or dim not in (-1, 3) or not keepdim:
+    if not written.are_scores or not isinstance(dim, int) or dim not in (-1, 3) or not keepdim:
         return None
-    gives_places = func is not torch.Tensor.amax and func is not torch.amax
-
-    def values(numbers: torch.Tensor) -> torch.Tensor:
-        result = func(numbers, dim=dim, keepdim=True)
-        return result.values if gives_places else result
-
-    highest = _made(scores, values, written._replace(are_highest=True), columns=1)
-    return (
-        _Highest(highest, lambda: func(scores.numbers("max"), dim=dim, keepdim=True).indices)
-        if gives_places
-        else highest
-    )
+    highest, found = written._replace(form="highest"), partial(func, dim=dim, keepdim=True)
+    if func in (torch.Tensor.amax, torch.amax):
+        return _made(scores, found, highest, columns=1)
+    values = _made(scores, lambda numbers: found(numbers).values, highest, columns=1)
+    places = written._replace(form="numbers")
+    indices = _made(scores, lambda numbers: found(numbers).indices, places, torch.int64, columns=1)
+    return torch.return_types.max((values, indices))
 
 
 def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
@@ -287,26 +258,25 @@ def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
     if not (isinstance(scores, Scores) and isinstance(highest, Scores)):
         return None
     written, other = scores.written, highest.written
-    if written is None or other is None or not (written.are_scores and other.are_highest):
+    if not written.are_scores or other.form != "highest":
         return None
     if scores.product is not highest.product or not written.says_the_same(other):
         return None
-    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written._replace(are_shifted=True))
+    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written._replace(form="shifted"))
 
 
 def _softmax(
     func: Any, scores: Scores, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Scores | None:
     written = scores.written
-    if written is None or not written.are_scores or dim not in (-1, 3) or isinstance(_stacklevel, torch.dtype):
+    if not written.are_scores or dim not in (-1, 3) or isinstance(_stacklevel, torch.dtype):
         return None
-    weights = written._replace(are_weights=True)
-    return _made(scores, lambda numbers: func(numbers, dim=dim, dtype=dtype), weights, dtype)
+    return _made(scores, partial(func, dim=dim, dtype=dtype), written._replace(form="weights"), dtype)
 
 
 def _as_type(func: Any, scores: Any, *arguments: Any, **options: Any) -> Scores | None:
     dtype = options.get("dtype") if options else arguments[0] if arguments else _TYPES.get(func)
-    if not isinstance(scores, Scores) or scores.written is None or len(arguments) + len(options) > 1:
+    if not isinstance(scores, Scores) or scores.written.form == "numbers" or len(arguments) + len(options) > 1:
         return None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
@@ -322,7 +292,7 @@ def _dropped_out(
 
 def _without_sinks(func: Any, scores: Scores, index: Any) -> Scores | None:
     written, whole = scores.written, slice(None)
-    if written is None or not (written.are_weights and written.has_sinks):
+    if written.form != "weights" or not written.has_sinks:
         return None
     if not isinstance(index, tuple) or not all(each is ... or isinstance(each, slice) for each in index):
         return None
@@ -338,7 +308,7 @@ def _attended(func: Any, weights: Any, values: Any) -> torch.Tensor | None:
     if not isinstance(weights, Scores) or isinstance(values, Scores):
         return None
     written = weights.written
-    if written is None or not written.are_weights or written.has_sinks:
+    if written.form != "weights" or written.has_sinks:
         return None
     weights.product.require_unchanged()
     return weights.product.attend(written.queries, values, torch.promote_types(weights.dtype, values.dtype))

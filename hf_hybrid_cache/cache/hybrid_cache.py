@@ -17,7 +17,6 @@ from ..layers import (
     HybridLayer,
     NoCheckpointError,
     Placement,
-    batch_of,
     checked_removal,
     follow,
     forget_states_of,
@@ -103,7 +102,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             self._passes.require_reached(layer_idx)
         if not is_ours:
             follow(layer, key_states.device)
-        if batch > 1 and (layer.batch if is_ours else batch_of(layer)) == 1:
+        if batch > 1 and num_sequences([layer]) == 1:
             if is_ours:  # before any layer is changed for them
                 layer.fitting(key_states[:1], value_states[:1])
             self.batch_repeat_interleave(batch)

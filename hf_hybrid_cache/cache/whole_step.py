@@ -29,12 +29,11 @@ class WholeSteps:
 
     Args:
         cache: its tokens.
-        layers: indices of the layers of attention of the model. Those of transformers' own get keys and values by
-            `update` within the step.
+        layers: indices of the layers that a kernel attends to.
         has_updates: whether the step calls the cache for anything else.
 
     Attributes:
-        indices: of our layers.
+        indices: of these layers, in order.
         blocks: the records of the layers' tokens, to which a step adds the next one.
         prefixes: those of tokens before these that several sequences share, by the place of the layer in `indices`.
         num_left: how many tokens may follow now, in one step or several; 0 if a layer has something to do first.
@@ -46,13 +45,13 @@ class WholeSteps:
 
     def __init__(self, cache: HybridCache, layers: Sequence[int], has_updates: bool = False):
         self._cache = weakref.ref(cache)
-        found: dict[int, Any] = {index: cache.layers[index] for index in sorted(layers) if index < len(cache.layers)}
-        self.indices = tuple(index for index, layer in found.items() if isinstance(layer, HybridLayer))
-        self._has_updates = has_updates or len(self.indices) < len(layers) or not layers
-        ours = [found[index] for index in self.indices if is_unaltered(found[index])]
+        self.indices = tuple(sorted(layers))
+        self._has_updates = has_updates or not layers
+        found = (layer for index, layer in enumerate(cache.layers) if index in layers)
+        ours = [layer for layer in found if isinstance(layer, HybridLayer) and is_unaltered(layer)]
         stores = [store for layer in ours if (store := layer.store_in_place()) is not None]
         self.num_left, self.why_none = 0, ""
-        if len(found) < len(layers) or len(ours) < len(self.indices):
+        if len(ours) < len(self.indices):
             self.why_none = "the cache has layers of another kind"
         elif not cache._contents.num_tokens:
             self.why_none = "the cache holds no tokens"
@@ -61,7 +60,7 @@ class WholeSteps:
         elif len({store.num_tokens for store in stores}) > 1:
             self.why_none = "layers of the cache hold different tokens"
         else:
-            self.num_left = min((store.make_place() for store in stores), default=_ANY_NUMBER)
+            self.num_left = min((_growing(store).make_place() for store in stores), default=_ANY_NUMBER)
             self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
         stores = stores if self.num_left else []
         self.blocks, self.prefixes = [blocks_of(_growing(store)) for store in stores], dict[int, StoredBlocks]()
@@ -112,7 +111,7 @@ class WholeSteps:
 
     def end(self, length: int, queries: Callable[[], Iterable[tuple[int, torch.Tensor]]]) -> None:
         """
-        Count the tokens that are written to all of our layers.
+        Count the tokens that are written to all layers.
 
         Args:
             length: tokens of each sequence.
@@ -122,10 +121,10 @@ class WholeSteps:
         stores = self.stores
         try:
             for store in stores:
-                store.note_written(length)
+                _growing(store).note_written(length)
         except BaseException:
             for store in stores:
-                store.forget_uncounted(length)
+                _growing(store).forget_uncounted(length)
             raise
         if self.indices:
             cache._passes.note_reached(self.indices[-1])
@@ -134,8 +133,7 @@ class WholeSteps:
         if any(store.wants_queries for store in stores):
             of_layers = dict(zip(self.indices, stores, strict=True))
             for index, each in queries():
-                if index in of_layers:
-                    of_layers[index].observe(each)
+                of_layers[index].observe(each)
         self.num_left -= length if stores else 0
         self._versions = [store.version for store in stores]
 

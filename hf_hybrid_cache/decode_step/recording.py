@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from ..attention.handles import KVHandle
+from ..attention.handles import KVHandle, LayerView
+from ..attention.queries import Queries
 from ..attention.scores import Scores
 from ..cache import HybridCache
 from ..errors import HybridCacheError
@@ -141,7 +142,7 @@ class Recorder:
         self._masks: dict[int, MaskOf] = {}  # by the addresses of storages
         self._given: set[int] = set()  # storages that stages are given from outside
         self._modules: list[nn.Module] = []  # that are being called
-        self._layers: dict[int, int] = {}  # of the cache, by views of handles
+        self._views: dict[int, LayerView] = {}  # of the handles of layers
         self._new_states: dict[int, tuple[Array, Array]] = {}
         self._returned: Any = None
         self._paused = 0
@@ -177,6 +178,7 @@ class Recorder:
     def close(self) -> None:
         """Let go of all that was needed while recording."""
         self._alive.clear()
+        self._views.clear()
         for name in ("update", *_ASKED):
             vars(self.cache).pop(name, None)
 
@@ -217,7 +219,7 @@ class Recorder:
         return result
 
     def function(self, function: Any, args: Any, options: Any) -> Any:
-        """Call a function of torch; record it if it is a product with a weight or attention."""
+        """Call a function of torch; record it if it is a product with a weight."""
         if self._paused:
             return function(*args, **options)
         if function in _READERS:
@@ -231,10 +233,6 @@ class Recorder:
                     result = function(*args, **options)
                 self._note_call(function, args, options, result)
                 return result
-        if function is functional.scaled_dot_product_attention:
-            return self._attend_at_once(args, options)
-        if function in _MATMUL and isinstance(args[0], Scores):
-            return self._attend_to_scores(function, args, options)
         return function(*args, **options)
 
     def operation(self, function: Any, args: Any, options: Any) -> Any:
@@ -390,10 +388,9 @@ class Recorder:
         if not all(isinstance(each, KVHandle) for each in handles):
             raise self._opaque_error(f"update of layer {layer}")
         view = handles[0].layer
-        self._layers[id(view)] = layer
         self._alive.append(handles)
         self._new_states[layer] = self._array(keys), self._array(values)
-        view.states = self._refuse_states
+        self._views[layer], view.states, view.attend = view, self._refuse_states, partial(self._attend, layer)
         return handles
 
     def _refuse_questions(self, name: str, function: Any, *args: Any, **options: Any) -> Any:
@@ -454,44 +451,20 @@ class Recorder:
         array = self._array(tensor if shape is None else tensor.expand(shape))
         return Place(array.storage, _KINDS[array.dtype], array.offset, array.strides or (0,))
 
-    def _attend_at_once(self, args: Any, options: Any) -> torch.Tensor:
-        given = inspect.signature(_attention).bind(*args, **options).arguments
-        keys, values = given["key"], given["value"]
-        function = functional.scaled_dot_product_attention
-        if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
-            result: torch.Tensor = function(*args, **options)
-            return result
-        self._require_no_mask(given.get("attn_mask"))
-        with self.paused():
-            result = function(*args, **options)
-        self._attend(given["query"], values, result, given.get("scale"), None, None)
-        return result
-
-    def _attend_to_scores(self, function: Any, args: Any, options: Any) -> torch.Tensor:
-        weights, values = args
-        written = weights.written
-        if written is None or not written.are_weights or written.has_sinks or not isinstance(values, KVHandle):
-            result: torch.Tensor = function(*args, **options)
-            return result
-        queries = written.queries
-        self._require_no_mask(queries.mask)
-        with self.paused():
-            result = function(*args, **options)
-        self._attend(queries.states, values, result, queries.scale, queries.cap, queries.sinks)
-        return result
-
-    def _require_no_mask(self, mask: torch.Tensor | None) -> None:
+    def _attend(self, layer: int, queries: Queries, **options: Any) -> torch.Tensor:
+        """Attention to the handles of a layer, however a model writes it."""
+        view = self._views[layer]
+        shape = view.shape
+        if self._paused:
+            return LayerView.attend(view, queries, **options)
+        query, _, scale, mask, _, cap, sinks = queries
         if mask is not None and (not _has_memory(mask) or mask.untyped_storage().data_ptr() not in self._masks):
             raise UnrecordableError("its attention adds numbers to the scores, or hides tokens")
-
-    def _attend(
-        self, query: torch.Tensor, handle: KVHandle, out: torch.Tensor, scale: float | None, cap: Any, sinks: Any
-    ) -> None:
-        layer, shape = self._layers[id(handle.layer)], handle.layer.shape
         # Of one token; beside a mask transformers gives the heads of a group as if they were tokens.
         _, groups, members, key_dim = query.shape
         heads, is_packed = groups * members, members > 1
         with self.paused():
+            out = LayerView.attend(view, queries, **options)
             self._array(out, is_new=True)
             plain = query.contiguous() if is_packed or query.stride(3) != 1 else query
             fits = out.dtype == query.dtype and out.stride(3) == 1 and not is_packed
@@ -521,6 +494,7 @@ class Recorder:
             )
             if attended is not out:
                 self.write("copy", out, attended)
+        return out
 
 
 class _Functions(TorchFunctionMode):
@@ -561,13 +535,6 @@ def _of_heads(array: Array) -> Place:
     return Place(array.storage, _KINDS[array.dtype], array.offset, (array.strides[1], array.strides[3]))
 
 
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
-    scale: Any = None, enable_gqa: Any = False,
-) -> None:  # fmt: skip
-    """Have the arguments of `scaled_dot_product_attention`, which shows none."""
-
-
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return input, weight, bias, False
 
@@ -584,10 +551,9 @@ def _plus(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
 
 # Tokens of a row that one weight is multiplied with.
 _MOST_TOKENS = 16
-_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear,
-    **dict.fromkeys((*_MATMUL, torch.mm, torch.Tensor.mm), _times),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), _times),
     torch.addmm: _plus,
 }
 # Methods of a cache whose answers are others in each step.

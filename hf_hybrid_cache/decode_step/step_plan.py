@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..attention.queries import Queries, mask_arrays, seen_ranges, simplified
-from ..attention.torch_attention import attend_to_states
+from ..attention.queries import mask_arrays, seen_ranges, simplified
 from ..cache import HybridCache, WholeSteps
 from ..errors import HybridCacheError
-from ..kernels import BFLOAT16, Attend, Call, Memory, Place, Seen, Sequences, StepProgram
+from ..kernels import BFLOAT16, Attend, Call, Memory, Seen, Sequences, StepProgram
 from ..scalars import MOST_ROWS
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
@@ -77,13 +76,8 @@ class StepPlan:
         )
         self._why_plain = why_plain
         self._steps: list[WholeSteps] = []
-        self._in_kernels: tuple[int, ...] | None = None
         self._passes: list[_Pass] = []
-
-    @property
-    def attends_in_kernels(self) -> bool:
-        """Whether no layer of the cache that was taken is transformers' own."""
-        return self._in_kernels == tuple(self._layers)
+        self._build()
 
     def take(self, caches: Sequence[HybridCache], sizes: Sequence[tuple[int, int]]) -> str:
         """
@@ -122,11 +116,9 @@ class StepPlan:
         return ""
 
     def _why_other(self, steps: WholeSteps, batch: int, are_several: bool) -> str:
-        """Let the program be one for the kinds of layers of a cache; return why it is not for what they hold."""
-        if are_several and (self._gives_masks or steps.indices != tuple(self._layers)):
-            return "a part of the step that Python calls takes the cache, or the mask, of one pass"
-        if steps.indices != self._in_kernels:
-            self._build(steps.indices)
+        """Return why the step is not one over what a cache holds, or an empty string."""
+        if are_several and self._gives_masks:
+            return "a part of the step that Python calls takes the mask of one pass"
         for shape, store in zip(self._shapes, steps.stores, strict=True):
             if store.shape != shape._replace(batch=batch):
                 return f"the cache holds {store.shape}, the step is of {shape._replace(batch=batch)}"
@@ -197,17 +189,16 @@ class StepPlan:
     def _seen_by(self, of_pass: _Pass, steps: WholeSteps) -> Iterator[Seen]:
         """Yield which tokens of its layer each row of a pass sees, as the masks of the stages say."""
         batch, length, masks = of_pass.batch, of_pass.length, of_pass.masks
-        places = {layer: place for place, layer in enumerate(steps.indices)}
         # Stages, by their mask, the number of tokens, how many first ones it has no columns for, and those of a prefix.
         alike: dict[tuple[int, int, int, int], list[int]] = {}
         for step in self._attends:
             mask = masks[step.mask]
             if not (isinstance(mask, torch.Tensor) and mask.dim() == 4) and (mask is not None or length > 1):
                 raise UnfitStepError("there is no mask of sequences, queries and tokens")
-            if (place := places.get(step.layer)) is not None:
-                blocks, prefix = steps.blocks[place], steps.prefixes.get(place)
-                shared = 0 if prefix is None else prefix.num_tokens
-                alike.setdefault((id(mask), blocks.num_tokens, blocks.hidden, shared), []).append(step.mask)
+            place = self._layers.index(step.layer)
+            blocks, prefix = steps.blocks[place], steps.prefixes.get(place)
+            shared = 0 if prefix is None else prefix.num_tokens
+            alike.setdefault((id(mask), blocks.num_tokens, blocks.hidden, shared), []).append(step.mask)
         for (_, num_tokens, hidden, shared), stages in alike.items():
             columns = shared + num_tokens - hidden
             seen, pieces = _seen_of(masks[stages[0]], columns), ((0, shared), (shared, columns))
@@ -240,14 +231,13 @@ class StepPlan:
         return value.expand(batch, length, *view.shape[1:]).flatten(0, 1)
 
     @torch.inference_mode(False)
-    def _build(self, in_kernels: tuple[int, ...]) -> None:
-        """Make the program for caches of which some layers are attended to in kernels."""
+    def _build(self) -> None:
+        """Make the program."""
         recording = self._recording
-        self._in_kernels = in_kernels
-        in_order = [step for step in self._attends if step.layer in in_kernels and step.keys is not None]
+        in_order = [step for step in self._attends if step.keys is not None]
         assert recording.result is not None
         outside = {array.storage for array in recording.inputs.values()} | {recording.result.storage}
-        outside |= {step.query.storage for step in self._attends if step.layer in in_kernels}
+        outside |= {step.query.storage for step in self._attends}
         # Storages of the caller: whole rows of bytes, aligned as vectors are.
         self._given = {
             key: torch.zeros(MOST_ROWS, -(-recording.scratch[key] // 64) * 64, dtype=torch.uint8)
@@ -257,24 +247,16 @@ class StepPlan:
         given = {key: Memory(tensor.data_ptr(), tensor.stride(0)) for key, tensor in self._given.items()}
         given |= {key: Memory(each.untyped_storage().data_ptr(), 0) for key, each in recording.constants.items()}
         scratch = {key: size for key, size in recording.scratch.items() if key not in self._given}
-        by_python = [
-            step
-            for step in self._all_steps
-            if isinstance(step, PythonCall) or (isinstance(step, Attend) and step.layer not in in_kernels)
-        ]
         operations: list[Any] = [
             Call(tuple({key for key in reads_of(step) | writes_of(step) if key in scratch}))
-            if any(step is each for each in by_python)
-            else step._replace(layer=in_kernels.index(step.layer))
+            if isinstance(step, PythonCall)
+            else step._replace(layer=self._layers.index(step.layer))
             if isinstance(step, Attend)
             else step
             for step in self._all_steps
         ]
         self._program = StepProgram(operations, MOST_ROWS, scratch, given)
-        self._calls = [
-            partial(StepPlan._attend, step=step) if isinstance(step, Attend) else self._caller(step)
-            for step in by_python
-        ]
+        self._calls = [self._caller(step) for step in self._all_steps if isinstance(step, PythonCall)]
         self._inputs = {source: (self._view(array), array) for source, array in recording.inputs.items()}
         self._result = self._view(recording.result)
         dtypes = [torch.bfloat16 if step.query.kind == BFLOAT16 else torch.float32 for step in in_order]
@@ -294,34 +276,13 @@ class StepPlan:
         numbers = numbers[: num_bytes // item * item].view(dtype)
         return numbers.as_strided((MOST_ROWS, *shape), (memory.row_bytes // item, *strides), array.offset)
 
-    def _states(self, of_pass: _Pass, place: Place, heads: int, dim: int) -> torch.Tensor:
-        """Queries, keys, values or outputs of a pass, `[batch, heads, length, dim]`."""
-        dtype = torch.bfloat16 if place.kind == BFLOAT16 else torch.float32
-        heads_apart, numbers_apart = place.strides
-        rows = self._view(Array(place.storage, dtype, place.offset, (1, heads, dim), (0, heads_apart, numbers_apart)))
-        return rows[of_pass.rows].unflatten(0, (of_pass.batch, of_pass.length)).transpose(1, 2)
-
     def _queries(self, of_pass: _Pass) -> Iterator[tuple[int, torch.Tensor]]:
-        """The queries of layers that kernels attend to, with the index of the layer."""
+        """The queries of each layer, `[batch, heads, length, head_dim]`, with the index of the layer."""
         for step in self._attends:
-            yield step.layer, self._states(of_pass, step.query, step.num_kv_heads * step.group, step.key_dim)
-
-    def _attend(self, step: Attend) -> None:
-        """Attention to a layer of transformers' own."""
-        heads, [own] = step.num_kv_heads * step.group, self._passes
-        assert step.keys is not None
-        assert step.values is not None
-        keys = self._states(own, step.keys, step.num_kv_heads, step.key_dim)
-        values = self._states(own, step.values, step.num_kv_heads, step.value_dim)
-        states = own.cache.update(keys.clone(), values.clone(), step.layer)
-        query = self._states(own, step.query, heads, step.key_dim)
-        queries = Queries(query, step.group, step.scale, own.masks[step.mask], cap=step.cap)
-        out, lse = attend_to_states(queries, lambda: states)
-        if step.sinks is not None:
-            constant = self._recording.constants[step.sinks.storage]
-            sinks = constant.as_strided((heads, 1), (*step.sinks.strides, 0), step.sinks.offset)
-            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
-        self._states(own, step.out, heads, step.value_dim).copy_(out)
+            kind, shape = step.query.kind, (1, step.num_kv_heads * step.group, step.key_dim)
+            dtype = torch.bfloat16 if kind == BFLOAT16 else torch.float32
+            rows = self._view(Array(step.query.storage, dtype, step.query.offset, shape, (0, *step.query.strides)))
+            yield step.layer, rows[of_pass.rows].unflatten(0, (of_pass.batch, of_pass.length)).transpose(1, 2)
 
     def _caller(self, call: PythonCall) -> Callable[["StepPlan"], None]:
         """A function that makes a call with what is in memory."""

@@ -87,11 +87,11 @@ def recorded_step(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     mask[1, :2] = 0
     try:
         with refusing(name):
-            plan = _require_alike(step, decoder, cache, random_tokens(decoder, _ROWS, 2, seed=2), attention_mask=mask)
+            _require_alike(step, decoder, cache, random_tokens(decoder, _ROWS, 2, seed=2), attention_mask=mask)
     except UnknownStepError as error:
         return step._replace(why_plain=f"with several tokens, or a mask, {error.why}")
     calls_all_rows = any(isinstance(each, PythonCall) and each.of_all_rows for each in step.steps)
-    return step._replace(repeats_rows=plan.attends_in_kernels and not calls_all_rows)
+    return step._replace(repeats_rows=not calls_all_rows)
 
 
 @contextlib.contextmanager
@@ -128,11 +128,9 @@ def _record(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     return RecordedStep(names, recording, steps)
 
 
-def _require_alike(
-    step: RecordedStep, decoder: Any, cache: HybridCache, tokens: torch.Tensor, **given: Any
-) -> StepPlan:
+def _require_alike(step: RecordedStep, decoder: Any, cache: HybridCache, tokens: torch.Tensor, **given: Any) -> None:
     """
-    Run a pass of some tokens both ways over a cache, which has them then; return the plan that was used.
+    Run a pass of some tokens both ways over a cache, which has them then.
 
     Raises:
         UnrecordableError: the results differ by more than rounding.
@@ -148,7 +146,6 @@ def _require_alike(
         most = _MOST_OF_ROUNDING * _apart_by_rounding(decoder, before, tokens, own, given)
     if not apart <= most:
         raise UnrecordableError(f"its layers give other results, which differ by {apart:.0e} of all")
-    return plan
 
 
 def _apart(some: torch.Tensor, others: torch.Tensor) -> float:

@@ -116,7 +116,7 @@ class CacheFile(TensorFile):
     def _fill_layer(self, index: int, layer: Any, filling: Filling, verify: bool) -> None:
         """Fill a layer; memory that is not its own is given back before the next one."""
         take = filling.place(index, layer)
-        self.read(f"layers.{index}", filling.targets, filling.mapped, verify)
+        self.read(f"layers.{index}", filling.targets, verify)
         take()
 
     def _read_description(self) -> None:

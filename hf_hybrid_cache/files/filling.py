@@ -63,8 +63,7 @@ class Filling:
         mmap: let keys and values be those of the file, not read.
 
     Attributes:
-        targets: memory that is to be filled with tensors of the file, by name.
-        mapped: names of the tensors that are mapped, and need not be read.
+        targets: memory that is to be filled with tensors of the file, by name; those that are mapped have none.
     """
 
     # Whether a file has the rows of this process alone, where several share the cache.
@@ -75,7 +74,6 @@ class Filling:
     ):
         self._file, self._saved, self._device, self._mmap = file, saved, device, mmap
         self.targets: Targets = {}
-        self.mapped: set[str] = set()
 
     def place(self, index: int, layer: Any) -> Callable[[], None]:
         """
@@ -166,8 +164,8 @@ class Filling:
         if self._mmap:
             placed = self._file.tensors(f"layers.{index}")
             keys, values = (self._file.place_of(placed[each]) for each in names)
-            is_made = host.map_rows(self._file.fileno(), (keys, values), num_entries)
-            self.mapped.update(names if is_made else ())
+            if host.map_rows(self._file.fileno(), (keys, values), num_entries):
+                return host
         if not is_made:
             host.make_rows(num_entries)
         for tensor, rows, of_targets in zip(names, host.rows(), shares, strict=True):

@@ -239,13 +239,7 @@ class TensorFile:
         """Return the tensors of a section by name, without padding; none where there is no such section."""
         return {tensor.name: tensor for tensor in self.sections.get(section, ()) if not tensor.is_padding}
 
-    def read(
-        self,
-        section: str,
-        targets: Mapping[str, memoryview | Iterable[Row]],
-        mapped: frozenset[str] | set[str] = frozenset(),
-        verify: bool = True,
-    ) -> None:
+    def read(self, section: str, targets: Mapping[str, memoryview | Iterable[Row]], verify: bool = True) -> None:
         """
         Read tensors of a section, and compare all of it with its checksum.
 
@@ -253,7 +247,6 @@ class TensorFile:
             section: name of it.
             targets: memory by the names of tensors, or for each of their rows. It may be shorter than the tensor; what
                 has none is summed up, and no more.
-            mapped: names of tensors whose target is the file, so that they are not read.
             verify: whether it is compared.
 
         Raises:
@@ -267,8 +260,7 @@ class TensorFile:
             self._file.seek(at)
             for row in rows:
                 for piece in _pieces(row.data) if verify or row.is_kept else ():
-                    if tensor.name not in mapped:
-                        self._fill(piece)
+                    self._fill(piece)
                     checksum = zlib.crc32(piece, checksum) if verify else 0
                 at += len(row.data)
                 self._file.seek(at)

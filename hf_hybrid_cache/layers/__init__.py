@@ -2,14 +2,13 @@
 
 from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
 from .hybrid_layer import HybridLayer, checked_removal
-from .layer_stores import MOST_HELD_BYTES, LayerStores
+from .layer_stores import LayerStores
 from .options import LEAST_DEVICE_TOKENS, Placement, checked_count
-from .stock_layers import batch_of, copy_of, follow, forget_states_of, move_tensors_of, num_sequences_of, tensors_of
+from .stock_layers import copy_of, follow, forget_states_of, move_tensors_of, num_sequences_of, tensors_of
 from .window_layer import WindowLayer, stock_form, window_of
 
 __all__ = [
     "LEAST_DEVICE_TOKENS",
-    "MOST_HELD_BYTES",
     "DeviceMemoryError",
     "HybridLayer",
     "IncompleteCacheError",
@@ -17,7 +16,6 @@ __all__ = [
     "NoCheckpointError",
     "Placement",
     "WindowLayer",
-    "batch_of",
     "checked_count",
     "checked_removal",
     "copy_of",

@@ -471,9 +471,11 @@ class HybridLayer(CacheLayerMixin):
         self._lent = None
         if place is None or not place.on_cpu or self._stores.attention.is_declined:
             return None
-        if not isinstance(store, (Store, SharedPrefix)):
+        parts = (store.prefix, store.tails) if isinstance(store, SharedPrefix) else (store,)
+        if not all(isinstance(part, Store) and part.is_in_host_blocks for part in parts):
             return None
-        return store if store.is_in_host_blocks else None
+        assert isinstance(store, (Store, SharedPrefix))
+        return store
 
     def still_has(self, store: AnyStore) -> bool:
         """Return whether this is the layer's store, and no caller has read states, which may be edited, from it."""

@@ -16,12 +16,6 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
                 yield item
 
 
-def batch_of(layer: Any) -> int | None:
-    """Return the number of sequences whose keys a layer of transformers' own keeps; `None` if it keeps none."""
-    keys = getattr(layer, "keys", None)
-    return len(keys) if isinstance(keys, torch.Tensor) and keys.numel() else None
-
-
 def num_sequences_of(layer: Any) -> int | None:
     """Return the number of sequences that a layer of transformers' own keeps states of; `None` if it keeps none."""
     return next((len(tensor) for tensor in tensors_of(layer) if tensor.dim()), None)

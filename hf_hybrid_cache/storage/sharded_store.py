@@ -1,9 +1,10 @@
 """Keys and values of one layer in shards, one for each of several processes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from ..processes import OutOfStepError, Peers
 from .codec import CodecChoice
@@ -157,9 +158,12 @@ class ShardedStore(Store):
             role: 0 for keys, 1 for values.
         """
         _, runs = self.layout.parts(self.num_tokens)[name]
-        own = self.rows(name)[role]
+        return self._gathered(self.rows(name)[role], runs)
+
+    def _gathered(self, own: torch.Tensor, runs: Iterable[range]) -> Iterator[torch.Tensor]:
+        """Yield the blocks of all processes, of the numbers in runs; `own` are those of this one, in order."""
         done, size = 0, self.shard.size
-        at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, size)
+        at_once = _MESSAGE_BYTES // max(1, own.shape[1:].numel() * own.itemsize) // size
         for run in runs:
             rows = max(1, min(at_once, -(-len(run) // size)))
             for start in range(run.start, run.stop, rows * size):
@@ -185,22 +189,11 @@ class ShardedStore(Store):
     def _read_together(self, own: torch.Tensor) -> torch.Tensor:
         """Return states `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""
         batch, heads, _, head_dim = own.shape
-        size = self.shard.size
-        states = own.new_empty(batch, heads, self.num_tokens, head_dim)
-        rows = max(1, -(-self.num_tokens // (GRANULE * size)))
-        step = min(rows, _blocks_at_once(batch * heads * GRANULE * head_dim * own.itemsize, size)) * GRANULE
-        for start in range(0, rows * GRANULE, step):
-            piece = own[:, :, start : start + step]
-            message = own.new_zeros(batch, heads, step, head_dim)
-            message[:, :, : piece.shape[2]] = piece
-            received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
-            # [size, batch, heads, blocks, 64, head_dim]; consecutive blocks are of consecutive ranks
-            in_order = received.unflatten(3, (-1, GRANULE)).permute(1, 2, 3, 0, 4, 5).flatten(2, 4)
-            target = states[:, :, start * size : start * size + in_order.shape[2]]
-            target.copy_(in_order[:, :, : target.shape[2]])
+        states, at = own.new_empty(batch, heads, self.num_tokens, head_dim), 0
+        blocks = pad(own, (0, 0, 0, -own.shape[2] % GRANULE)).unflatten(2, (-1, GRANULE)).permute(2, 0, 1, 3, 4)
+        for some in self._gathered(blocks, [range(-(-self.num_tokens // GRANULE))]):
+            tokens = some.permute(1, 2, 0, 3, 4).flatten(2, 3)
+            target = states[:, :, at : at + tokens.shape[2]]
+            target.copy_(tokens[:, :, : target.shape[2]])
+            at += tokens.shape[2]
         return states
-
-
-def _blocks_at_once(block_bytes: int, size: int) -> int:
-    """Return the number of blocks of each process in a message to all others."""
-    return max(1, _MESSAGE_BYTES // max(1, block_bytes) // size)

@@ -36,7 +36,14 @@ class SharedPrefix(TokenStore):
     def __init__(self, prefix: OneSequence, tails: OneSequence):
         self.shape = prefix.shape._replace(batch=tails.shape.batch)
         self.prefix, self.tails, self._choice, self._scratch = prefix, tails, prefix._choice, tails._scratch
-        self.num_tokens = prefix.num_tokens + tails.num_tokens
+
+    @property
+    def num_tokens(self) -> int:  # type: ignore[override]
+        return self.prefix.num_tokens + self.tails.num_tokens
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.prefix.version + self.tails.version
 
     @classmethod
     def continuing(cls, store: OneSequence, tails: OneSequence) -> "SharedPrefix":
@@ -85,9 +92,8 @@ class SharedPrefix(TokenStore):
 
     @property
     def is_intact(self) -> bool:
-        """Whether both stores are whole, and hold the tokens together."""
-        is_whole = not self._is_changing and self.prefix.num_tokens + self.tails.num_tokens == self.num_tokens
-        return is_whole and self.prefix.is_intact and self.tails.is_intact
+        """Whether both stores are whole."""
+        return not self._is_changing and self.prefix.is_intact and self.tails.is_intact
 
     def settled_after(self, lengths: Sequence[int]) -> int:
         shared = self.prefix.num_tokens
@@ -102,45 +108,21 @@ class SharedPrefix(TokenStore):
         if on_device and isinstance(self.prefix, Store) and self.prefix.packed is None:
             self.prefix.stage(on_device)
         self.tails.write(keys, values, on_device)
-        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
-
-    @property
-    def is_in_host_blocks(self) -> bool:
-        """Whether all tokens are in blocks in host memory, see `Store`."""
-        return all(isinstance(each, Store) and each.is_in_host_blocks for each in (self.prefix, self.tails))
-
-    def make_place(self) -> int:
-        """Have memory for the next tokens after the tails, see `Store.make_place`."""
-        assert isinstance(self.tails, Store)
-        return self.tails.make_place() if self.is_intact else 0
-
-    def note_written(self, count: int) -> None:
-        """Count more tokens of each sequence, which were written in their places."""
-        assert isinstance(self.tails, Store)
-        self.tails.note_written(count)
-        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
-
-    def forget_uncounted(self, count: int) -> None:
-        """Take tokens back that `note_written` has counted in one place only, because it was interrupted."""
-        assert isinstance(self.tails, Store)
-        self.tails.forget_uncounted(count)
-        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens`. If they are fewer than `least_tokens`, all are to be stored anew."""
         left = num_tokens - self.prefix.num_tokens
         if left >= 0:
             self.tails.truncate(left)
-        else:
-            with self._changing():
-                self.tails.truncate(0)
-                self.prefix.truncate(num_tokens)
-                # Blocks are counted from the first token, so a block that was cut goes on in the tails.
-                whole = self.prefix.num_settled
-                rest = self.prefix.copy_from(whole)
-                self.prefix.truncate(whole)
-                self.tails.add(*repeated(rest, self.continuations))
-        self._set_length(num_tokens)
+            return
+        with self._changing():
+            self.tails.truncate(0)
+            self.prefix.truncate(num_tokens)
+            # Blocks are counted from the first token, so a block that was cut goes on in the tails.
+            whole = self.prefix.num_settled
+            rest = self.prefix.copy_from(whole)
+            self.prefix.truncate(whole)
+            self.tails.add(*repeated(rest, self.continuations))
 
     def _prefixes_of(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the prefixes of the sequences `indices`, one for each new group; `None` if they stay as they are."""
@@ -159,7 +141,10 @@ class SharedPrefix(TokenStore):
             if prefixes is not None:
                 self.prefix.select(prefixes)
             self.shape = self.shape._replace(batch=len(indices))
-            self.version += 1
+
+    def close(self) -> None:
+        self.prefix.close()
+        self.tails.close()
 
 
 # What a layer keeps its states in.

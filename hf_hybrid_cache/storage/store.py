@@ -1,6 +1,6 @@
 """Keys and values of one layer in one place, as tokens come and go: where new ones are, and when blocks are packed."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -337,8 +337,9 @@ class Store(TokenStore):
 
         With `renews` these and the sinks go to another run, and the run itself stays as it is.
         """
-        dense, packed, held = self.dense, self.packed, self.dense.num_entries
+        dense, packed, held, choice = self.dense, self.packed, self.dense.num_entries, self._choice
         assert packed is not None
+        assert choice is not None
         sinks, before, total = layout.own_sink_tokens, packed.num_entries, held + new[0].shape[2]
         count = (layout.own_quantized_blocks - before) * GRANULE
         packed.reserve(layout.own_quantized_blocks)
@@ -354,7 +355,12 @@ class Store(TokenStore):
             return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
         renews = renews or self._is_dense_on_device or held > layout.most_full_tokens
-        codes = self._encoded(lambda start, end: read(sinks + start, sinks + end), count) if count else None
+        codes = None
+        if count:
+            try:
+                codes = choice.encode(lambda start, end: read(sinks + start, sinks + end), count)
+            except ValueError as error:
+                raise self._not_finite(count // GRANULE, str(error)) from None
         kept = 0 if renews else min(sinks, held)
         staying = [read(kept, sinks), read(sinks + count, total)]
         if renews:
@@ -425,14 +431,6 @@ class Store(TokenStore):
         for pair in states:
             dense.write(*pair)
         return dense
-
-    def _encoded(self, read: Callable[[int, int], Pair], count: int) -> Pair:
-        """Quantize tokens that `read` gives, whole blocks; nothing is stored."""
-        assert self._choice is not None
-        try:
-            return self._choice.encode(read, count)
-        except ValueError as error:
-            raise self._not_finite(count // GRANULE, str(error)) from None
 
     def _dequantized(self, first: int, last: int) -> Pair:
         """Dequantize the tokens of some packed blocks, on their device; copies must be done."""

@@ -60,10 +60,6 @@ class WindowStore(Store):
     def hidden_from_next(self) -> int:
         return self.dense.num_entries - min(self.num_tokens, self.window - 1)
 
-    def segments(self) -> list[Segment]:
-        """Return the tokens that a query to come sees."""
-        return [Segment(self.dense, self.hidden_from_next(), self.dense.num_entries)]
-
     def read(self) -> Pair:
         """Return the tokens that the newest ones attend to, on their device."""
         return self.dense.read(self.num_hidden)
