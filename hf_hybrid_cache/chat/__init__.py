@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .chat import MOST_TOGETHER as MOST_TOGETHER
     from .chat import Chat as Chat
     from .chat import OpenAnswerError as OpenAnswerError
     from .chat import Turn as Turn
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = lazy_names(
     __name__,
     {
-        "chat": ("MOST_TOGETHER", "Chat", "OpenAnswerError", "Turn"),
+        "chat": ("Chat", "OpenAnswerError", "Turn"),
         "choosing": ("TokenChoice", "not_followed", "sampling"),
         "generating": ("Answer", "FinishReason", "Generation", "Generator"),
         "prompts": (

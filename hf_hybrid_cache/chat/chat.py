@@ -27,8 +27,6 @@ from .settings import DEFAULT_BITS, AnswerSettings
 from .thinking import Thought
 from .tracked_cache import TrackedCache, cache_maker, can_answer_together, is_out_of_memory
 
-# Answers that are generated together at most, unless told otherwise.
-MOST_TOGETHER = 32
 _LONGEST_TITLE = 100
 # The details of a conversation that is kept, by which it goes on.
 _TALK, _ID = "conversation", "id"
@@ -391,6 +389,8 @@ class Chat:
         self._read(token_ids)
         if not self.turns and self._stored_id is None:
             return
+        if self._stored_id is None:
+            self._take_place_of_same(self._store)
         assert isinstance(self.cache, HybridCache)
         talk = {"has_document": self._has_document, "turns": self.turns}
         self._stored_id = self._store.keep(
@@ -403,6 +403,13 @@ class Chat:
             replaces=self._stored_id,
         )
         self._stored_tokens = token_ids
+
+    def _take_place_of_same(self, store: PrefixStore) -> None:
+        """Be the conversation that a store has with the same tokens, under the same details, so that it has one."""
+        for stored in filter(lambda each: each.is_conversation, store.prompts()):
+            is_alike = all(stored.details.get(name) == self.details.get(name) for name in {"name", *self.details})
+            if is_alike and stored.token_ids.tolist() == self.token_ids:
+                self._stored_id, self._id = stored.id, stored.details.get(_ID, self._id)
 
     def _require_closed(self) -> None:
         """Raise `OpenAnswerError` while an answer is generated."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from ..documents import is_on_the_web
@@ -15,14 +16,8 @@ from .options import EXCLUDING
 
 # Commands whose options stand in the file outside of a table.
 _COMMANDS_OF_MODELS = ("generate", "chat", "batch", "serve")
-# What a conversation that goes on was begun with.
-_OF_BEGUN = ("--model", "--weights", "--experts", "--expert-bits", "--dtype", "--cache", "--bits")
 # Options of which one that is given sets aside the other's default.
-_SET_ASIDE = (
-    *((first, second) for first, second, _ in EXCLUDING),
-    ("--cache", "--bits"),
-    *(("--resume", each) for each in _OF_BEGUN),
-)
+_SET_ASIDE = (*((first, second) for first, second, _ in EXCLUDING), ("--cache", "--bits"))
 # Options that take several values, and what tells whether a further word is one of them.
 _MANY: dict[str, Callable[[str], bool]] = {
     "--document": lambda given: given == "-" or os.path.exists(given) or is_on_the_web(given),
@@ -50,12 +45,16 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments after those of the file, with the option before each of several values."""
+        """Parse arguments, with the option before each of several values; the file says what they do not."""
         try:
-            defaults = [] if "--help" in args else _defaults(ctx.parent.command.commands, str(self.name), args)
+            if "--help" not in args:
+                ctx.default_map = _defaults(ctx.parent.command.commands, str(self.name), args)
+            return super().parse_args(ctx, _with_each_value_named(args))
         except UsageError as error:
             raise fail(str(error)) from error
-        return super().parse_args(ctx, [*defaults, *_with_each_value_named(args)])
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's words for any ValueError
+            raise
 
 
 def _with_each_value_named(args: Sequence[str]) -> list[str]:
@@ -68,16 +67,16 @@ def _with_each_value_named(args: Sequence[str]) -> list[str]:
     return named
 
 
-def _defaults(commands: Mapping[str, Any], command: str, args: Sequence[str]) -> list[str]:
+def _defaults(commands: Mapping[str, Any], command: str, args: Sequence[str]) -> dict[str, Any]:
     """
-    The options of a command in the file, but for those that are given, and what these exclude.
+    The values of a command's parameters in the file, but for those that are given, and what these exclude.
 
     Raises:
         UsageError: the file cannot be read, or has what is no option.
     """
     path = defaults_path()
     if path is None or not path.is_file():
-        return []
+        return {}
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -90,22 +89,21 @@ def _defaults(commands: Mapping[str, Any], command: str, args: Sequence[str]) ->
     _require_known(path, "an option", map(_option, for_all), of_models)
     for name, values in tables.items():
         _require_known(path, f"an option of {name}", map(_option, values), known[name])
-    given, chosen = {each.partition("=")[0] for each in args}, list[str]()
+    given, chosen, said = {each.partition("=")[0] for each in args}, dict[str, Any](), list[str]()
     aside = {pair[not index] for pair in _SET_ASIDE for index in range(2) if pair[index] in given}
     wanted = (for_all if command in _COMMANDS_OF_MODELS else {}) | tables.get(command, {})
     for name, value in wanted.items():
         option = _option(name)
         parameter = known[command].get(option)
-        if parameter is None or {*parameter.opts} & given or option in aside:
+        if parameter is None or {*parameter.opts, *parameter.secondary_opts} & given or option in aside:
             continue
-        if parameter.is_flag:
-            if not isinstance(value, bool):
-                raise UsageError(f"{path}: {name} is true or false, got {value!r}.")
-            chosen += [option] * value
-        else:
-            chosen += [f"{option}={each}" for each in (value if isinstance(value, list) else [value])]
-    if chosen:
-        note(consoles("--quiet" in args)[1], f"{path}: {' '.join(chosen)}")
+        if parameter.is_flag and not isinstance(value, bool):
+            raise UsageError(f"{path}: {name} is true or false, got {value!r}.")
+        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+        chosen[parameter.name] = value if parameter.is_flag else texts if parameter.multiple else texts[-1]
+        said.append(f"{name} = {value}")
+    if said:
+        note(consoles("--quiet" in args)[1], f"{path}: {', '.join(said)}")
     return chosen
 
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..chat.forms import FORMS
 from ..documents import DocumentError, read_documents, require_documents
 from ..errors import HybridCacheError
-from ..scalars import duration_text
 from .answer_table import write_table
 from .batch_files import Answers, Question, by_document, documents_digest, read_questions
 from .console import UsageError, consoles, exit_codes, note, out_of_memory, raising_interrupts, without_controls
@@ -62,16 +61,16 @@ def batch(
         ),
     ] = None,
     at_once: Annotated[
-        str,
+        int,
         option(
             ANSWER,
             "Questions about one document that are answered together, at most: a step reads the weights once for all "
             "of them. Each takes memory for its own tokens, and for a copy of the document where it is not shared: "
-            "quantized, on a device. Where memory ends, half as many go on; auto begins with 32. The default is 1, "
-            "because in 16 bits, and with sampling, answers depend on those beside them.",
-            metavar="NUMBER|auto",
+            "quantized, on a device. Where memory ends, half as many go on. In 16 bits, and with sampling, answers "
+            "depend on those beside them.",
+            min=1,
         ),
-    ] = "1",
+    ] = 1,
     csv: Annotated[
         Path | None,
         option(
@@ -104,7 +103,6 @@ def batch(
     _, notes = consoles()
     with exit_codes(notes):
         cache.require_ours("batch")
-        most_together = _parsed_at_once(at_once)
         share, path = _parsed_shard(shard), _path_of_answers(out)
         _check_path_of_table(csv, (questions, out))
         settings = answer.settings()
@@ -143,14 +141,14 @@ def batch(
                     "settings": settings,
                     "details": {"model": model.name, "weights": model.weights},
                 }
-                read = _Reader(loaded, of_chat, folder, progress, notes, most_together).outcomes(groups)
+                read = _Reader(loaded, of_chat, folder, progress, notes, at_once).outcomes(groups)
             try:
                 with raising_interrupts(), progress.bar:
                     for question, fields in chain(missing, read):
                         answers.add(question, fields)
                         failed += [(question, fields["error"])] if "error" in fields else []
                         num_cut += bool(question.form) and fields.get("finish_reason") in ("length", "context")
-                        progress.answered(is_error="error" in fields)
+                        progress.answered()
             except KeyboardInterrupt:
                 way_on = "the same command goes on" if path else "a file as --out goes on where it was"
                 answered = f"{progress.done - len(failed):,} of {len(asked):,} questions"
@@ -167,13 +165,6 @@ def batch(
         note(notes, f"{len(asked) - len(failed):,} of {len(asked):,} questions are answered{where}")
         if failed:
             raise typer.Exit(1)
-
-
-def _parsed_at_once(text: str) -> int | None:
-    """The number that --at-once names; `None` for auto."""
-    if text != "auto" and not re.fullmatch("0*[1-9][0-9]*", text):
-        raise UsageError(f"--at-once must be a number from 1 on, or auto, got {text!r}.")
-    return None if text == "auto" else int(text)
 
 
 def _parsed_shard(text: str | None) -> slice:
@@ -211,45 +202,35 @@ def _check_path_of_table(table: Path | None, others: Sequence[Path]) -> None:
 
 def _kept_settings(prompt: Prompt, cache: Cache, model: Model, answer: FormedAnswerOptions) -> dict[str, Any]:
     """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
-    # Names and places are those of the first files of answers, in which later options are missing, as null is.
-    sampling = {name: getattr(answer, name) for name in ("temperature", "top_p", "repetition_penalty", "seed")}
-    given = asdict(prompt) | asdict(cache) | asdict(model)
-    del given["device"]
-    return given | {
-        "cache": cache.name,
-        "max_new_tokens": answer.settings().max_new_tokens,
-        "sampling": sampling,
-        "top_k": answer.top_k,
-        "min_p": answer.min_p,
-        "thinking": answer.thinking,
-        "max_thinking_tokens": answer.max_thinking_tokens,
-        "chat_template_kwargs": answer.chat_template_kwargs,
-        "stop": answer.stop or None,
-    }
+    given = asdict(prompt) | asdict(cache) | asdict(model) | asdict(answer)
+    for name in ("device", "drafts", *FORMS):
+        given.pop(name, None)
+    return given | {"cache": cache.name, "max_new_tokens": answer.settings().max_new_tokens}
 
 
 class _Progress:
     """
-    Shows how many questions have an answer or an error, `done`, and the time that is left if all go on alike.
+    Shows how many questions have an answer or an error, `done`, and the time that is left.
 
     At a terminal it is a bar, while it is open, and elsewhere a line at each tenth.
     """
 
     def __init__(self, notes: Console, num_questions: int, done: int):
         self.done, self._num_questions, self._notes = done, num_questions, notes
-        self._start, self._num_answers = time.monotonic(), 0
         self._name, self._num_tokens, self._num_read = "", 0, 0  # of the document at hand
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:,} of {task.total:,} questions"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
             console=notes,
             redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays as it is
             disable=not notes.is_interactive,
+            speed_estimate_period=3600.0,
         )
-        self._task = self.bar.add_task("", total=num_questions, completed=done, left="")
+        self._task = self.bar.add_task("", total=num_questions, completed=done)
 
     def read(self, document: str, num_tokens: int) -> None:
         """Show that a document is read from now on."""
@@ -261,12 +242,10 @@ class _Progress:
         self._num_read = min(self._num_read + num_tokens, self._num_tokens)
         self.bar.update(self._task, description=f"{self._name} {self._num_read / self._num_tokens:.0%}", refresh=True)
 
-    def answered(self, is_error: bool) -> None:
-        """Show that a question has an answer, or an error, which took no time."""
-        self.done, self._num_answers = self.done + 1, self._num_answers + (not is_error)
-        seconds = (time.monotonic() - self._start) / (self._num_answers or 1) * (self._num_questions - self.done)
-        left = f"{duration_text(seconds)} left" if self._num_answers else ""
-        self.bar.update(self._task, completed=self.done, left=left, refresh=True)
+    def answered(self) -> None:
+        """Show that a question has an answer, or an error."""
+        self.done += 1
+        self.bar.update(self._task, advance=1, refresh=True)
         if self.bar.disable and self.done * 10 // self._num_questions > (self.done - 1) * 10 // self._num_questions:
             note(self._notes, f"{self.done:,} of {self._num_questions:,} questions")
 
@@ -281,9 +260,9 @@ class _Reader:
         folder: Path,
         progress: _Progress,
         notes: Console,
-        at_once: int | None,
+        at_once: int,
     ):
-        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together, context_length
+        from ..chat import ChatTemplate, can_answer_together, context_length
 
         self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
         self._folder, self._progress, self._notes = folder, progress, notes
@@ -293,8 +272,8 @@ class _Reader:
         self._answer_tokens = self._template.answer_tokens(settings, self._context)
         self._looks_in = of_chat["store"]  # for the first document alone: one remark tells
         self._template.start()  # what is refused here no question could have
-        self._at_once = at_once or MOST_TOGETHER
-        if self._at_once > 1 and not can_answer_together(loaded.model):
+        self._at_once = at_once
+        if at_once > 1 and not can_answer_together(loaded.model):
             note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
 
     def outcomes(self, groups: Sequence[Sequence[Question]]) -> Iterator[Outcome]:

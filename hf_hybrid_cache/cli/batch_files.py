@@ -144,8 +144,8 @@ class Answers:
     The answers to questions.
 
     Of the answers to a question in the file the last one counts. It stays until a new one is written, and is then kept
-    in another file. An answer has a digest of its settings, which a file beside spells out; on standard output, and in
-    files of versions before, it has the settings themselves.
+    in another file. An answer has a digest of its settings, which a file beside spells out; on standard output it has
+    the settings themselves.
 
     Args:
         path: of the file, which need not exist; `None` for standard output, on which no answer is found again.
@@ -240,10 +240,8 @@ class Answers:
         others = [] if self._again else [each for each in _read(path) if "error" not in each and self._differs(each)]
         if not others:
             return
-        settings: Any = others[0].get("settings", {})
+        settings = _noted_settings(path).get(str(others[0]["settings"]), {})
         wanted = self._settings_of(self._asked[key_of(others[0])])
-        if isinstance(settings, str):
-            settings = _noted_settings(path).get(settings, {})
         different = [name for name in (*FORMS, *wanted) if settings.get(name) != wanted.get(name)]
         name = different[0] if settings and different else None
         what = "other settings" if name is None else f"{name}={settings.get(name)}, not {wanted.get(name)}"
@@ -257,10 +255,9 @@ class Answers:
         question = self._asked.get(key_of(answer))
         if question is None:
             return False
-        given, most = answer.get("settings", {}), self._settings.get(_CONTEXT)
-        digest = given if isinstance(given, str) else settings_digest(given, _is_cut(answer))
-        cuts = most is not None and (_is_cut(answer) or most < answer.get("read_tokens", 0))
-        return digest != settings_digest(self._settings_of(question), _is_cut(answer) or cuts)
+        most = self._settings.get(_CONTEXT)
+        cuts = _is_cut(answer) or (most is not None and most < answer.get("read_tokens", 0))
+        return bool(answer["settings"] != settings_digest(self._settings_of(question), cuts))
 
     def _settings_of(self, question: Question) -> dict[str, Any]:
         """The settings of a new answer to a question."""
@@ -480,7 +477,7 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     document = fields.get("document")
     names = document if isinstance(document, list) else [document]
     is_asked = all(isinstance(text, str) for text in [*names, fields.get("question")])
-    is_known = isinstance(fields.get("id"), str | int | None) and isinstance(fields.get("settings", {}), dict | str)
+    is_known = isinstance(fields.get("id"), str | int | None) and "settings" in fields
     return is_asked and is_known and ("answer" in fields or "error" in fields)
 
 

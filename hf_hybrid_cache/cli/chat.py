@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .chat_commands import ChatCommands, ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts, think
@@ -45,8 +44,7 @@ def chat(
         str | None,
         typer.Argument(
             metavar="NUMBER|NAME|ID",
-            help="The conversation to --resume, as the command store lists it. Default: what is chosen at a terminal, "
-            "elsewhere the one used last.",
+            help="The conversation to --resume, as the command store lists it. Default: the one used last.",
             show_default=False,
         ),
     ] = None,
@@ -77,9 +75,7 @@ def chat(
         lines = chat_input(not no_history, say)
         stored = None
         if resume and store.folder is not None:
-            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), notes)
-            if stored is None:
-                return
+            stored = _chosen(store.folder, conversation)
             model, cache = _as_stored(stored, model, cache, command_line)
         cache.require_ours("chat")
         from ..documents import read_documents
@@ -140,32 +136,20 @@ def _check(
         raise UsageError(f"{store.folder} has a conversation {name}: go on with --resume {name}, or give another name.")
 
 
-def _chosen(folder: Path, which: str | None, lines: ChatInput, notes: Console) -> "StoredPrompt | None":
-    """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
-    from .store import chosen, existing_store, numbered, table_of
+def _chosen(folder: Path, which: str | None) -> "StoredPrompt":
+    """The conversation that a number, a name or an id names, or else the one used last; raises `UsageError`."""
+    from .store import chosen, existing_store, numbered
 
-    def named(which: str) -> "StoredPrompt":
+    listed = numbered(existing_store(folder))
+    if which is not None:
         stored = chosen(listed, which).stored
         if not stored.is_conversation:
             raise UsageError(f"{which!r} is a prompt, and no conversation: ask about its document with --document.")
         return stored
-
-    say, listed = partial(note, notes), numbered(existing_store(folder))
-    talks = [each for each in listed if each.stored.is_conversation]
-    if which is not None:
-        return named(which)
-    if not talks:
-        raise UsageError(f"{folder} has no conversation: begin one without --resume.")
-    if len(talks) == 1 or not lines.is_terminal:
-        return talks[0].stored
-    say(table_of(talks, notes))
-    say("which one? its number, or Enter for the one used last")
-    while (typed := lines.next_line()) is not None:
-        try:
-            return named(typed.text) if typed.text else talks[0].stored
-        except UsageError as error:
-            say(str(error))
-    return None
+    for each in listed:
+        if each.stored.is_conversation:
+            return each.stored
+    raise UsageError(f"{folder} has no conversation: begin one without --resume.")
 
 
 def _as_stored(stored: "StoredPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:

@@ -18,7 +18,7 @@ from ..documents import DocumentError
 from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from ..system.user_folder import cache_home, make_private
 from .console import UsageError, end_line, json_object, note, out_of_memory, write
-from .task import drafts_text, say_what_is_read, thought_alone, why_no_more
+from .task import drafts_text, on_thought, say_what_is_read, why_no_more
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -34,7 +34,6 @@ _SETTINGS = {field.name: field for field in fields(AnswerSettings)}
 # What can be typed beside questions, and what it does.
 COMMANDS = {
     "/stats": "tokens, memory, and the speed of the last answer",
-    "/retry": "ask the last question again",
     "/undo": "take back the last question and its answer",
     "/forget": "go back to the document alone",
     "/document FILE": "add a document, or several: they come before all questions, and all is read again",
@@ -45,28 +44,6 @@ COMMANDS = {
     _QUOTES: "begins and ends a question of several lines, or one that looks like a command",
 }
 _HELP = "\n".join(f"{typed:<17}  {what}" for typed, what in COMMANDS.items())
-
-
-@dataclass(frozen=True)
-class Typed:
-    """
-    A question, or a command.
-
-    Attributes:
-        text: without white space around it.
-        is_quoted: whether it was between triple quotes, and so is a question even if it looks like a command.
-    """
-
-    text: str
-    is_quoted: bool = False
-
-    @classmethod
-    def of(cls, line: str) -> "Typed":
-        """Parse a line, or all lines between triple quotes."""
-        line = line.strip()
-        if not line.startswith(_QUOTES):
-            return cls(line)
-        return cls(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip(), is_quoted=True)
 
 
 @dataclass(frozen=True)
@@ -84,10 +61,10 @@ class ChatInput:
     read: Callable[[], str]
     drop: Callable[[], bool] = lambda: False
 
-    def next_line(self) -> Typed | None:
+    def next_line(self) -> str | None:
         """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
         try:
-            return Typed.of(self.read())
+            return self.read().strip()
         except EOFError:
             return None
 
@@ -216,7 +193,6 @@ class ChatCommands:
         self._has_warned = False
         self._commands: dict[str, Callable[[str], object]] = {
             "/stats": lambda _: self._tell(),
-            "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._undo(),
             "/forget": lambda _: self._forget(),
             "/document": self._attach,
@@ -225,13 +201,15 @@ class ChatCommands:
             "/help": lambda _: self._remark(_HELP),
         }
 
-    def take(self, typed: Typed) -> bool:
+    def take(self, text: str) -> bool:
         """Answer a question or run a command; return whether the conversation goes on."""
-        text = typed.text
+        is_quoted = text.startswith(_QUOTES)  # a question, even if it looks like a command
+        if is_quoted:
+            text = text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip()
         if text != text.encode(errors="replace").decode():  # a terminal passed on another encoding
             self._remark("That is not UTF-8 text.")
-        elif typed.is_quoted or not text.startswith("/"):
-            if not typed.is_quoted and text in ("exit", "quit"):
+        elif is_quoted or not text.startswith("/"):
+            if not is_quoted and text in ("exit", "quit"):
                 return False
             if text:
                 self._ask(text)
@@ -245,11 +223,11 @@ class ChatCommands:
     def _remark(self, text: str) -> None:
         note(self._notes, text)
 
-    def _ask(self, question: str) -> bool:
-        """Ask, write the answer as it comes, and remark why it ended; return whether it has any token."""
+    def _ask(self, question: str) -> None:
+        """Ask, write the answer as it comes, and remark why it ended."""
         from ..chat import PromptError
 
-        chat, before = self._chat, len(self._chat.turns)
+        chat = self._chat
         self._has_warned &= chat.num_free < _WARN_BELOW_TOKENS
         is_ended, error_text = False, ""
         try:
@@ -258,10 +236,10 @@ class ChatCommands:
                     write(self._out, text)
         except PromptError as error:
             self._remark(f"{error}{_WAYS_OUT if chat.turns else ''}")
-            return False
+            return
         except SettingError as error:
             self._remark(str(error))
-            return False
+            return
         except KeyboardInterrupt:
             is_ended = True
         except (MemoryError, RuntimeError) as error:
@@ -273,7 +251,6 @@ class ChatCommands:
             self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
         if self._drop():
             self._remark("what was typed during the answer is dropped")
-        return len(chat.turns) > before
 
     def _remark_end(self, reason: str) -> None:
         """Remark why an answer ended, unless the model ended it, and warn once of a context that is nearly full."""
@@ -282,10 +259,11 @@ class ChatCommands:
             self._remark("the answer was ended")
         elif reason == "context":
             self._remark(f"ended at the context of {chat.context:,} tokens.{_WAYS_OUT}")
-        elif chat.last is not None and chat.last.is_thought_alone:
-            self._remark(thought_alone(chat.last, "/set thinking no"))
-        elif reason == "length":
+        elif reason == "length" and not (chat.last and chat.last.is_thought_alone):
             self._remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
+        of_thought = ("/set thinking no", "/set max_thinking_tokens")
+        if reason != "interrupted" and chat.last and (said := on_thought(chat.last, chat.settings, *of_thought)):
+            self._remark(said)
         if chat.num_free < _WARN_BELOW_TOKENS and not self._has_warned:
             self._remark(f"{chat.num_free:,} tokens of context left")
         self._has_warned = chat.num_free < _WARN_BELOW_TOKENS
@@ -304,18 +282,6 @@ class ChatCommands:
             after = "" if speed is None else f", {speed:.1f} tokens/s after it"
             drafts = drafts_text(chat.last.drafted_tokens, chat.last.accepted_tokens)
             self._remark(f"last answer: {drafts}first token after {chat.last.first_token_seconds:.2f} s{after}")
-
-    def _retry(self) -> None:
-        if not self._chat.turns:
-            self._remark("Nothing was asked yet.")
-            return
-        if not self._chat.settings.temperature:
-            self._remark("temperature 0 takes the likeliest tokens again: /set temperature 0.7 varies the answer")
-        turn = self._chat.turns[-1]
-        self._chat.undo()
-        if not self._ask(turn.question):
-            self._chat.turns.append(turn)
-            self._remark("the answer before stays")
 
     def _undo(self) -> None:
         question = self._chat.undo()

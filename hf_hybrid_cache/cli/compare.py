@@ -1,15 +1,12 @@
 """The report of `generate --compare`: the same answer with all caches, and a table of what each took."""
 
 import re
-import time
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pydoc_data import topics
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ..chat import CACHES
 from ..documents import Document, Documents
-from ..prompt_reading import layer_that_begins_anew, prefill
 from ..weights import NothingToQuantizeError
 from .console import note, print_json, write
 from .loading import LoadedModel, quantize_loaded
@@ -27,10 +23,9 @@ SAMPLE_QUESTION = "What is a convenient way to insert debugging assertions into 
 _SAMPLE_ANSWER = r"Assert statements are a convenient way[^:.]*"
 # Bits of weights in the last row, on a CPU.
 _FEW_WEIGHT_BITS = 4
-# All caches together read documents for so long, unless --context says how much of them they read.
-MOST_SECONDS = 120.0
-# Tokens of a warm-up; and at most those of a chunk that is measured, and the seconds that it may take, about.
-_WARM_UP_TOKENS, _CHUNK_TOKENS, _CHUNK_SECONDS = 64, 1024, 4.0
+# Tokens of documents that each cache reads, unless --context says how many.
+MOST_TOKENS = 4096
+_WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ def compare_caches(
     On a CPU the quantized cache answers a second time, with quantized weights, if the model has none.
 
     Args:
-        task: what is asked; without documents and prompt the question is about the sample document.
+        task: what is asked; without documents the question is about the sample document.
         loaded: answers.
         form: the model, its weights, and the bits of a quantized cache.
         as_json: whether lines of JSON are printed.
@@ -66,12 +61,12 @@ def compare_caches(
     """
     text_out = read_out = Console(quiet=True) if as_json else out
     quoted = None
-    if task.documents is None and task.whole_prompt is None:
+    if task.documents is None:
         read_out = Console(quiet=True)
         quoted = re.search(_SAMPLE_ANSWER, sample_document().text) if task.question is None else None
         task = replace(task, documents=sample_document(), question=task.question or SAMPLE_QUESTION)
     adds_weights = loaded.weights_text is None and loaded.model.device.type == "cpu"
-    task = _in_time(task, loaded, len(CACHES) + adds_weights, read_out, notes)
+    task = _shortened(task, loaded, len(CACHES) + adds_weights, read_out, notes)
     rows: list[Row] = []
 
     def add(cache: str, name: str, **others: object) -> None:
@@ -99,27 +94,15 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((position for position, (a, b) in enumerate(pairs, 1) if a != b), None)
 
 
-def _in_time(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes: Console) -> Task:
-    """Let caches read no more of the documents than they can in time, unless the user said how much; tell how long."""
-    model, given = loaded.model, task.prompt.context
-    if task.documents is None or layer_that_begins_anew(model):
-        return task
-    chat, start = task.chat(loaded, notes, cache="stock"), time.perf_counter()
-    stock, ours = (_seconds_by_tokens(model, chat.document.token_ids, name) for name in ("stock", "dynamic"))
-
-    def seconds(num_tokens: int) -> float:
-        return stock(num_tokens) + (num_rows - 1) * ours(num_tokens)
-
+def _shortened(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes: Console) -> Task:
+    """Let each cache read the first tokens of the documents alone, unless the user said how many; tell how many."""
+    chat = task.chat(loaded, notes, cache="stock")
     most, why = chat.document.read_tokens, why_no_more(chat)
-    if given is None:
-        left = MOST_SECONDS - (time.perf_counter() - start)
-        in_time = max(1, bisect_right(range(most + 1), left, key=seconds) - 1)
-        if in_time < most:
-            why = f"which takes {MOST_SECONDS / 60:.0f} minutes with {num_rows} caches; --context {most:,} reads more"
-            task = replace(task, prompt=replace(task.prompt, context=in_time))
-            chat = task.chat(loaded, notes, cache="stock")
+    if task.prompt.context is None and most > MOST_TOKENS:
+        why = f"by each of {num_rows} caches; --context {most} reads more"
+        task = replace(task, prompt=replace(task.prompt, context=MOST_TOKENS))
+        chat = task.chat(loaded, notes, cache="stock")
     say_what_is_read(chat, why, out, notes)
-    note(notes, f"{num_rows} caches read it in about {seconds(chat.document.read_tokens):,.0f} s in all")
     return task
 
 
@@ -131,33 +114,6 @@ def _has_few_bits(model: PreTrainedModel, notes: Console) -> bool:
         note(notes, str(error))
         return False
     return True
-
-
-def _seconds_by_tokens(model: PreTrainedModel, token_ids: list[int], name: str) -> Callable[[int], float]:
-    """Measure two chunks of a prompt in a cache; return the seconds of any prompt, each chunk of which takes longer."""
-
-    def measured(chunk_tokens: int) -> tuple[float, float]:
-        ends = [time.perf_counter()]
-
-        def end(_: int) -> None:
-            if model.device.type != "cpu":
-                torch.accelerator.synchronize(model.device)
-            ends.append(time.perf_counter())
-
-        cache = CACHES[name](config=model.config)
-        prefill(model, token_ids[: 2 * chunk_tokens], cache, chunk_size=chunk_tokens, progress=end)
-        return ends[1] - ends[0], ends[-1] - ends[-2]
-
-    few = max(1, min(_WARM_UP_TOKENS, len(token_ids) // 2))
-    _, warm = measured(few)
-    chunk_tokens = max(few, min(int(_CHUNK_SECONDS / warm) * few, _CHUNK_TOKENS, len(token_ids) // 2))
-    first, second = measured(chunk_tokens)
-
-    def seconds(num_tokens: int) -> float:
-        chunks = num_tokens / chunk_tokens
-        return chunks * first + max(0.0, second - first) * max(0.0, chunks - 1) * chunks / 2
-
-    return seconds
 
 
 def _row(task: Task, loaded: LoadedModel, name: str, form: Mapping[str, Any], notes: Console) -> Row:

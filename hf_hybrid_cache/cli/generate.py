@@ -3,13 +3,12 @@
 import re
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..documents import piped_documents, read_documents, read_text, require_documents, require_nothing_piped
+from ..documents import piped_documents, read_documents, require_documents, require_nothing_piped
 from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -24,7 +23,6 @@ from .options import (
     Prompt,
     Quiet,
     Store,
-    check_exclusions,
     document_option,
     given_text,
     option,
@@ -33,11 +31,11 @@ from .options import (
 from .task import (
     Task,
     dtype_text,
+    on_thought,
     record,
     say_what_is_read,
     say_what_is_stored_otherwise,
     summary,
-    thought_alone,
     why_no_more,
 )
 
@@ -67,9 +65,6 @@ def generate(
         document_option("what is piped in, or none: the model is asked alone", ", or - for standard input"),
     ] = None,
     question: Annotated[str | None, option(DOCUMENT, "The question, in another place.", "--question", "-q")] = None,
-    prompt_file: Annotated[
-        Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
-    ] = None,
     explain: Annotated[
         bool, option(DOCUMENT, "Tell what is taken from --store, and why no more.", "--explain")
     ] = False,
@@ -96,33 +91,27 @@ def generate(
             cache.require_ours("--store")
         elif explain:
             raise UsageError("--explain is about a prefix store: name its folder with --store, or drop it.")
-        question = _one_question(asked, question, document, prompt_file)
+        question = _one_question(asked, question, document)
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
         require_documents(document or ())
-        documents, asks = None, question is not None or prompt_file is not None
+        documents, asks = None, question is not None
         if answer.choices and not asks:
             raise UsageError("--choices takes all words that follow it: ask before it, or by --question.")
-        if prompt_file is not None or compare or (document and "-" not in document):
+        if compare or (document and "-" not in document):
             require_nothing_piped()
         if document:
             if not asks:
                 _require_keeping(True, store.folder is not None, as_json)
             documents = read_documents(document, partial(note, notes))
-        elif prompt_file is None and not compare:
+        elif not compare:
             documents = piped_documents(partial(note, notes))
         if prompt.context is not None and documents is None and not compare:
             note(notes, f"--context {prompt.context:,} is of documents, and there is none")
         if not asks and (documents is not None or not compare):
             _require_keeping(documents is not None, store.folder is not None, as_json)
-        task = Task(
-            documents,
-            question,
-            None if prompt_file is None else read_text(prompt_file),
-            prompt,
-            answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS),
-        )
+        task = Task(documents, question, prompt, answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS))
         form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
         # What follows imports torch.
         prefix_store = store.open()
@@ -142,7 +131,7 @@ def generate(
         say_what_is_stored_otherwise(prefix_store, chat, notes)
         pieces = task.ask(chat)
         if prefix_store is not None and explain:
-            _say_why_no_more(prefix_store, loaded, chat, task.whole_prompt, explaining)
+            _say_why_no_more(prefix_store, loaded, chat, explaining)
         if prefix_store is not None and not asks:
             seconds = chat.read()
             num_read = len(chat.token_ids) - (chat.reuse.num_tokens if chat.reuse else 0)
@@ -154,8 +143,8 @@ def generate(
         if explain and chat.reuse is not None:
             note(explaining, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
         took = record(chat, form)
-        if chat.last is not None and chat.last.is_thought_alone:
-            note(notes, thought_alone(chat.last, "--no-thinking"))
+        if chat.last and (said := on_thought(chat.last, chat.settings, "--no-thinking", "--max-thinking-tokens")):
+            note(notes, said)
         if as_json:
             print_json(out, took)
         elif took["finish_reason"] == "length":
@@ -165,17 +154,16 @@ def generate(
         note(notes, summary(took, loaded.weights_text))
 
 
-def _one_question(
-    asked: str | None, question: str | None, documents: Sequence[str] | None, prompt_file: Path | None
-) -> str | None:
+def _one_question(asked: str | None, question: str | None, documents: Sequence[str] | None) -> str | None:
     """The question, which may be an argument or an option; raises `UsageError` where it is both, or a lost file."""
     if asked is None:
         return None if question is None else given_text("--question", question)
-    check_exclusions({"--question", *["--prompt-file"] * (prompt_file is not None)})
     if question is not None:
         raise UsageError(f"{asked!r} is no document that is here, and --question asks already: drop one of them.")
     if documents and re.fullmatch(r"\S+\.\w+", asked):
         raise UsageError(f"There is no file {asked}. If that is the question: --question {asked}")
+    if re.fullmatch(r"https?:/\S*", asked):
+        raise UsageError(f"{asked} is an address: ask about it by --document, or add words to the question.")
     return given_text("The question", asked)
 
 
@@ -187,16 +175,10 @@ def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
 
 
-def _say_why_no_more(
-    store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", whole_prompt: str | None, notes: Console
-) -> None:
+def _say_why_no_more(store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", notes: Console) -> None:
     """Tell what of a store cannot be used, and why."""
     from ..cache import HybridCache
-    from ..chat import ChatTemplate
 
-    token_ids, document_tokens = chat.token_ids, len(chat.token_ids)
-    if whole_prompt is not None:
-        token_ids, document_tokens = ChatTemplate(loaded.tokenizer).whole_prompt(whole_prompt)[0], 0
-    if len(token_ids) > 1 and isinstance(chat.cache, HybridCache):
-        for line in store.why(loaded.model, token_ids, chat.cache, document_tokens).splitlines()[1:]:
+    if len(chat.token_ids) > 1 and isinstance(chat.cache, HybridCache):
+        for line in store.why(loaded.model, chat.token_ids, chat.cache, len(chat.token_ids)).splitlines()[1:]:
             note(notes, line)

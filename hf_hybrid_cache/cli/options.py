@@ -59,22 +59,13 @@ EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--compare", "--cpu-decode", "--compare is of caches as they are: drop --cpu-decode."),
     ("--compare", "--store", "--store is for one cache, --compare for all: drop one of them."),
     *(("--compare", option, f"--compare takes the likeliest token each time: drop {option}.") for option in _SAMPLING),
-    ("--prompt-file", "--document", "--prompt-file is the whole prompt: drop it, or --document."),
-    ("--prompt-file", "--question", "--prompt-file is the whole prompt: drop it, or --question."),
-    ("--prompt-file", "--context", "--prompt-file is used as it is: drop --context, or pass it as --document."),
-    ("--prompt-file", "--system", "--prompt-file is used as it is: drop --system, or pass it as --document."),
     ("--resume", "--document", "--resume goes on with the document of the conversation: drop --document."),
     ("--resume", "--system", "--resume goes on with the system message of the conversation: drop --system."),
     ("--resume", "--name", "--resume goes on with a conversation that has its name: drop --name."),
     ("--export", "--remove", "--export is of a conversation that stays: drop --remove."),
-    ("--export", "--remove-all", "--export is of a conversation that stays: drop --remove-all."),
     ("--export", "--verify", "--verify is of all files: drop it, or --export."),
     ("--weights", "--experts", "--weights is of all weights, experts too: drop it, or --experts."),
-    ("--remove-all", "--remove", "--remove-all removes all: drop --remove."),
-    *(
-        ("--json", option, f"--json is of the list: drop it, or {option}.")
-        for option in ("--remove", "--remove-all", "--verify")
-    ),
+    *(("--json", option, f"--json is of the list: drop it, or {option}.") for option in ("--remove", "--verify")),
 )
 
 

@@ -5,20 +5,13 @@ from typing import Annotated
 
 import typer
 
-from ..models.shapes import ALIASES, SHAPES, SMOLLM2
+from ..models.shapes import SHAPES, SMOLLM2
 from ..scalars import PREFILL_CHUNK_SIZE, parse_bytes, parse_tokens
-from .console import UsageError, consoles, exit_codes, json_line, note
+from .console import consoles, exit_codes, note
 from .options import DType, parsed
 
 # Tokens that a laptop reads in minutes.
 DEFAULT_CONTEXT = 8192
-
-
-def _print_models(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        names = [*ALIASES, *SHAPES]
-        typer.echo(json_line(names).rstrip() if context.params.get("as_json") else "\n".join(names))
-        raise typer.Exit
 
 
 def plan(
@@ -27,7 +20,7 @@ def plan(
         typer.Option(
             help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 2.5 and 3, "
             "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, SmolLM2, and of mixtures of experts OLMoE, Qwen3-30B-A3B, "
-            "gpt-oss-20b, Mixtral 8x7B and DeepSeek-V3: see --list-models."
+            "gpt-oss-20b, Mixtral 8x7B and DeepSeek-V3."
         ),
     ],
     context: Annotated[
@@ -45,14 +38,6 @@ def plan(
     ] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and states. Default: the checkpoint's.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    continuations: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Sequences that continue one prompt. Of the context, the last 512 tokens are the sequence's own; the "
-            "tokens before them are held once where the CPU attends, and elsewhere copied for each sequence.",
-        ),
-    ] = 1,
     prefill_chunk_size: Annotated[
         int,
         typer.Option(
@@ -69,13 +54,7 @@ def plan(
             "the model and random weights: some 20 seconds for each plan that may be recommended.",
         ),
     ] = False,
-    list_models: Annotated[
-        bool,
-        typer.Option("--list-models", callback=_print_models, help="Print the built-in models and exit."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", is_eager=True, help="Print the plans, or with --list-models the names, as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
 ) -> None:
     """
     Tell which cache and weights of a model fit a machine.
@@ -89,11 +68,6 @@ def plan(
             parsed("--gpu-memory", gpu_memory, _parse_memory),
             parsed("--host-memory", host_memory, _parse_memory),
         )
-        if continuations > 1 and batch_size > 1:
-            raise UsageError(
-                f"--continuations {continuations} continue one prompt, and --batch-size {batch_size} are as many "
-                "prompts: drop one of them."
-            )
         # Options are checked before torch and transformers are imported.
         import torch
 
@@ -106,7 +80,7 @@ def plan(
         # What is printed runs as it is: with a GGUF file, and with the name that was asked for where it is known.
         name = model if model == SMOLLM2 or cost.name not in SHAPES else cost.name
         is_gguf = model.lower().endswith(".gguf")  # which is dequantized while it is read
-        cost = replace(cost, name=name, comes_quantized=cost.comes_quantized or is_gguf, continuations=continuations)
+        cost = replace(cost, name=name, comes_quantized=cost.comes_quantized or is_gguf)
         plans = make_plans(cost, tokens or min(DEFAULT_CONTEXT, cost.max_context), machine)
         if measure:
             plans = measured_plans(config, cost, plans, lambda each: note(notes, f"measuring {plan_name(each)}"))

@@ -142,7 +142,7 @@ class Report:
             Strategy.STREAMED: ["--cache offloaded"] if bits is None else None,
             Strategy.CPU_ATTENTION: [*of_cache, "--cpu-decode yes"],
         }.get(plan.strategy)
-        if options is None or (self.cost.batch, self.cost.continuations, self.cost.chunk) != (1, 1, PREFILL_CHUNK_SIZE):
+        if options is None or (self.cost.batch, self.cost.chunk) != (1, PREFILL_CHUNK_SIZE):
             return None
         if plan.experts_on_host:
             options = [*options, "--experts host"] + ([f"--expert-bits {plan.weights}"] if plan.weights else [])
@@ -165,11 +165,6 @@ class Report:
         if (experts := cost.experts).num_bytes:
             others = _gibibytes(cost.without_experts().weight_bytes)
             remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
-        if cost.continuations > 1:
-            remarks.append(
-                f"{cost.continuations} sequences continue one prompt; the last {context - cost.prompt_tokens(context)} "
-                "tokens are each one's own."
-            )
         if layers := {plan.measured.layers for plan in self.plans if plan.measured is not None}:
             remarks.append(f"Times were measured here, beside whatever else runs, with {max(layers)} of the layers.")
         else:

@@ -1,6 +1,5 @@
 """`hf-hybrid-cache store`: what a prefix store keeps, numbered from the one that was used last."""
 
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ def existing_store(folder: Path) -> "StoredPrompts":
         PrefixStoreFolderError: the folder has other files, or cannot be used.
     """
     if not folder.expanduser().is_dir():
-        raise UsageError(f"There is no folder {folder}: generate, batch and chat make it with --store {folder}.")
+        raise UsageError(f"There is no folder {folder}: name the one that generate, batch or chat had as --store.")
     from ..prefix_store import StoredPrompts
 
     return StoredPrompts(folder)
@@ -158,8 +157,6 @@ def store(
             help="Remove the one with this number or id, and what of it no other one shares; may be repeated.",
         ),
     ] = None,
-    remove_all: Annotated[bool, typer.Option("--remove-all", help="Remove all; asks before, at a terminal.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Let --remove-all remove without asking.")] = False,
     export: Annotated[
         str | None,
         typer.Option(
@@ -182,11 +179,8 @@ def store(
         if verify:
             _verify(folder, notes)
         listed = numbered(prompts)
-        if remove or remove_all:
-            going = listed if remove_all else [chosen(listed, which) for which in remove or ()]
-            if remove_all and not yes:
-                _require_consent(folder, len(going))
-            for each in going:
+        if remove:
+            for each in [chosen(listed, which) for which in remove]:
                 prompts.remove(each.stored)
                 note(notes, f"removed: {each.kind} {each.number}, {each.stored.name}")
         elif export is not None:
@@ -218,16 +212,6 @@ def _export(exported: Numbered, as_json: bool, out: Console) -> None:
     write(out, f"# {exported.stored.name}\n")
     for question, answer in texts:
         write(out, f"\n**{question}**\n\n{answer.strip()}\n")
-
-
-def _require_consent(folder: Path, count: int) -> None:
-    """Ask whether all may go; raises `UsageError` where nobody can be asked, and ends the command at a no."""
-    if not count:
-        return
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"--remove-all would remove all {count:,} of {folder}, and nobody can be asked: add --yes.")
-    if not typer.confirm(f"Remove all {count:,} of {folder}?", err=True):
-        raise typer.Exit(1)
 
 
 def _verify(folder: Path, notes: Console) -> None:

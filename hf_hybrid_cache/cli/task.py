@@ -28,15 +28,13 @@ class Task:
 
     Attributes:
         documents: that it is asked about; `None` for none.
-        question: `None` with `whole_prompt`, or where documents are only kept.
-        whole_prompt: a text that is used as it is, instead of documents and question.
+        question: `None` where documents are only kept.
         prompt: the options on what stands before the question.
         settings: of the answer.
     """
 
     documents: Documents | None
     question: str | None
-    whole_prompt: str | None
     prompt: Prompt
     settings: "AnswerSettings"
 
@@ -65,9 +63,7 @@ class Task:
         return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
 
     def ask(self, chat: "Chat") -> Iterator[str]:
-        """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask` and `Chat.complete`."""
-        if self.whole_prompt is not None:
-            return chat.complete(self.whole_prompt)
+        """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask`."""
         return iter(()) if self.question is None else chat.ask(self.question)
 
 
@@ -153,9 +149,22 @@ def record(chat: "Chat", form: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def thought_alone(answer: "Answer", way_out: str) -> str:
-    """The remark that there is a thought and no answer; `way_out` asks for an answer without one."""
-    return f"no answer: it ended within its thought, after {answer.thinking_tokens:,} tokens; {way_out} leaves that out"
+def on_thought(answer: "Answer", settings: "AnswerSettings", without: str, more: str) -> str | None:
+    """
+    The remark on a thought without an answer, or one as long as it may be; `None` for any other.
+
+    Args:
+        answer: after the thought.
+        settings: of the answer.
+        without: asks for an answer without a thought.
+        more: allows a longer one, before its number of tokens.
+    """
+    if answer.is_thought_alone:
+        ended = f"no answer: it ended within its thought, after {answer.thinking_tokens:,} tokens"
+        return f"{ended}; {without} leaves that out"
+    if settings.thinking is not False and answer.thinking_tokens >= settings.max_thinking_tokens > 0:
+        return f"the thought was long enough to be closed: {more} {2 * settings.max_thinking_tokens} allows more"
+    return None
 
 
 def answer_fields(answer: "Answer", is_json: bool) -> dict[str, Any]:

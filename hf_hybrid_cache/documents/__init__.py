@@ -9,7 +9,6 @@ from .reading import (
     piped_documents,
     read_bytes,
     read_documents,
-    read_text,
     require_documents,
     require_nothing_piped,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "piped_documents",
     "read_bytes",
     "read_documents",
-    "read_text",
     "require_documents",
     "require_nothing_piped",
 ]

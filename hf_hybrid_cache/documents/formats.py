@@ -83,8 +83,8 @@ def is_pdf(content: bytes) -> bool:
     return content[:100].lstrip(_MARK + b" \t\r\n").startswith(b"%PDF-")
 
 
-def decoded(name: str, content: bytes, remark: Callable[[str], None] | None, encoding: str = "utf-8") -> str:
-    """Decode text by its first bytes, or else as it says; with a remark, what has no control characters is cp1252."""
+def decoded(name: str, content: bytes, remark: Callable[[str], None], encoding: str = "utf-8") -> str:
+    """Decode text by its first bytes, or else as it says, or else as cp1252 if it has no control characters."""
     if encoding == "utf-8" and _JAPANESE.search(content):
         encoding = "iso2022_jp"
     encoding = _marked(content) or encoding
@@ -99,7 +99,7 @@ def decoded(name: str, content: bytes, remark: Callable[[str], None] | None, enc
             why = " ".join(f"says that it is in {encoding}, and is not: {error}".split())
             raise DocumentError(f"{name} {why}. Save it in UTF-8.") from None
         text, wrong = content.decode("cp1252", errors="replace"), getattr(error, "start", 0)
-        if remark is None or _NOT_IN_TEXT.search(text):
+        if _NOT_IN_TEXT.search(text):
             raise DocumentError(f"{name} is not UTF-8 text (byte {wrong:,} is {content[wrong]:#04x}).") from None
         remark(f"{name}: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8")
     if "\0" in text:

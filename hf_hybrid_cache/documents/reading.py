@@ -15,11 +15,11 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from .._version import __version__
-from .formats import MOST_TEXT, DocumentError, decoded, is_pdf, text_of
+from .formats import MOST_TEXT, DocumentError, text_of
 
 _STANDARD_INPUT, _SHOWN_STANDARD_INPUT = "-", "standard input"
 _MOST_BYTES = 256 * 2**20  # of a file: it is held in memory
-_ADDRESS = re.compile(r"(\w[\w+.-]*)://")
+_ADDRESS = re.compile(r"(\w[\w+.-]*)://|https?:/", re.IGNORECASE)
 # A server that says nothing for so long has failed.
 _SILENT_SECONDS = 30
 
@@ -87,7 +87,8 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
             raise DocumentError(f"{name!r} is not the name of a document: give that of a file or a folder.")
         if address := _ADDRESS.match(name):
             if not is_on_the_web(name):
-                raise DocumentError(f"{name}: of addresses those of http and https are read, not of {address[1]}.")
+                why = f"not of {address[1]}" if address[1] else f"and they begin with {address[0]}/"
+                raise DocumentError(f"{name}: of addresses those of http and https are read, {why}.")
             continue
         if folder is None and name == _STANDARD_INPUT:
             if sys.stdin is None:
@@ -104,7 +105,7 @@ def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
 def is_on_the_web(name: str) -> bool:
     """Whether the name of a document is an address that is fetched."""
     address = _ADDRESS.match(name)
-    return address is not None and address[1].lower() in ("http", "https")
+    return address is not None and (address[1] or "").lower() in ("http", "https")
 
 
 def piped_documents(remark: Callable[[str], None]) -> Documents | None:
@@ -227,19 +228,6 @@ def files_in(folder: Path) -> list[Path]:
         names += [name for name in folders if os.path.islink(os.path.join(place, name))]
         found += [Path(place, name) for name in names if not name.startswith(".")]
     return sorted(found)
-
-
-def read_text(path: Path) -> str:
-    """
-    Read a file of UTF-8 text, or UTF-16 with a byte order mark, such as a prompt.
-
-    Raises:
-        DocumentError: the file cannot be read, is a PDF, or is not such text.
-    """
-    content = read_bytes(path)
-    if is_pdf(content):
-        raise DocumentError(f"{_printable(path)} is a PDF, not text: pass it as a document, or a file of its text.")
-    return decoded(_printable(path), content, remark=None)
 
 
 def read_bytes(path: Path | None) -> bytes:

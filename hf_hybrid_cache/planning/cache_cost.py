@@ -41,21 +41,14 @@ class CacheCost:
 
 
 def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
-    """The cost of transformers' `DynamicCache`, which copies a prompt for each sequence that continues it."""
-    prompt = model.prompt_tokens(context)
-    prefill, decode = (
-        tokens * sum(sum(shape.token_bytes) for shape in each.shapes.values()) + each.held_by_others(tokens)
-        for tokens, each in ((prompt, model), (context, model.repeated()))
-    )
-    return CacheCost(Held.where(on_cpu, prefill), Held.where(on_cpu, decode), 0)
+    """The cost of transformers' `DynamicCache`."""
+    held = context * sum(sum(shape.token_bytes) for shape in model.shapes.values()) + model.held_by_others(context)
+    return CacheCost(Held.where(on_cpu, held), Held.where(on_cpu, held), 0)
 
 
 def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
     """
-    The cost of a `HybridCache` that has read a prompt, chunk by chunk, and then was continued up to `context` tokens.
-
-    Where several sequences can share the prompt (`Place.can_be_continued`), its whole blocks are held once;
-    elsewhere it is copied for each sequence.
+    The cost of a `HybridCache` that has read a context, chunk by chunk.
 
     Args:
         model: the model that uses the cache.
@@ -64,26 +57,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
         context: number of tokens of each sequence.
         on_cpu: whether the model computes on the CPU; otherwise it does on a CUDA device.
     """
-    prompt = model.prompt_tokens(context)
-    cost = _cost(model, placement, codec, model.lengths(prompt), on_cpu)
-    if model.continuations == 1:
-        return cost
-    own = _own_bytes(model, placement, codec, context, on_cpu)
-    if own is None:
-        later = _cost(model.repeated(), placement, codec, range(prompt, context + 1), on_cpu)
-        return replace(cost, decode=later.decode)
-    stores = _stores(model, placement, codec)
-    own.update(_held_by_others(model.repeated(), stores, range(prompt, context + 1), on_cpu))
-    own.subtract(_held_by_others(model, stores, model.lengths(prompt), on_cpu))
-    more = Held.where(on_cpu, own["meta"], own["cpu"])
-    return replace(cost, decode=Held(cost.decode.device + more.device, cost.decode.host + more.host))
-
-
-def _cost(
-    model: ModelCost, placement: Placement, codec: KVCodec | None, lengths: Sequence[int], on_cpu: bool
-) -> CacheCost:
-    """The cost of a `HybridCache` that has had so many tokens in turn."""
-    stores = _stores(model, placement, codec)
+    stores, lengths = _stores(model, placement, codec), model.lengths(context)
     kept: Counter[str] = Counter()
     # All layers use the shared memory in turn, so the largest layer counts.
     shared_prefill = shared_decode = copied = 0
@@ -112,25 +86,6 @@ def _held_by_others(model: ModelCost, stores: LayerStores, lengths: Sequence[int
         for device, num_bytes in store.planned_bytes(lengths):
             held[device.type] += num_bytes
     return held
-
-
-def _own_bytes(
-    model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool
-) -> Counter[str] | None:
-    """Bytes that sequences hold besides what they share, by device type; `None` where they share nothing."""
-    if not model.has_kernel:
-        return None
-    stores, own, prompt = _stores(model, placement, codec), Counter[str](), model.prompt_tokens(context)
-    for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
-        place = stores.place_of(index, 0, shape)
-        store = place.make(shape)
-        shared = store.settled_after(model.lengths(prompt))
-        if not place.can_be_continued(store, shared):
-            return None
-        tails = place.make(shape._replace(batch=model.continuations * shape.batch), after_prefix=True)
-        for device, num_bytes in tails.planned_bytes(range(prompt - shared, context - shared + 1)):
-            own[device.type] += num_layers * num_bytes
-    return own
 
 
 def _stores(model: ModelCost, placement: Placement, codec: KVCodec | None) -> LayerStores:

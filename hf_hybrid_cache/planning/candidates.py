@@ -83,8 +83,7 @@ class Candidate:
             return stock_cost(model, context, on_cpu)
         cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
         if self.strategy == Strategy.CPU_DECODE:
-            # The GPU reads the prompt's last token for all sequences, so the CPU gets copies.
-            later = cache_cost(model.repeated(), self.placement, self.codec, context, on_cpu=True)
+            later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
             while_read = Held(max(cost.prefill.device, cost.decode.device), cost.prefill.host)
             return replace(cost, prefill=while_read, decode=later.decode)
         return cost
@@ -141,7 +140,7 @@ class Candidate:
         }.get(self.strategy, [])
         of_full_precision = "OffloadedHybridCache" if self.placement.offload else "DynamicHybridCache"
         name = "DynamicCache" if is_stock else of_full_precision if bits is None else "QuantizedHybridCache"
-        ours, prepared, read = [] if is_stock else [name], [], []
+        ours, prepared = [] if is_stock else [name], []
 
         loaded_on = "cpu" if self.strategy == Strategy.CPU or self.experts_on_host else "cuda"
         dtype = str(model.dtype).removeprefix("torch.")
@@ -167,13 +166,6 @@ class Candidate:
             prepared = [f"quantize_weights(model, {self.weights})"]
 
         generate = ["**inputs", f"{CACHE_ARGUMENT}=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
-        if model.continuations > 1:
-            ours.append("prefill")
-            generate += ["do_sample=True", f"num_return_sequences={model.continuations}"]
-            read = [
-                f'prefill(model, inputs["input_ids"][:, :-1], cache, chunk_size={model.chunk})',
-                f"cache.batch_repeat_interleave({model.continuations})",
-            ]
         if self.strategy == Strategy.CPU_DECODE:
             ours.append("DecodeOnCPU")
             of_weights = "" if self.weights is None else f"weights={self.weights}"
@@ -187,7 +179,6 @@ class Candidate:
             loaded,
             *prepared,
             f"cache = {name}({', '.join(options)})",
-            *read,
             f"model.generate({', '.join(generate)})",
         ]
         return "\n".join(lines)
@@ -203,7 +194,7 @@ def gpu_candidates(model: ModelCost, context: int, device_bytes: int) -> list[Ca
     for name in BITS if model.shapes else ():
         streamed = "offloaded" if name == "dynamic" else name
         found.append(Candidate(name, Strategy.GPU))
-        if model.has_kernel and model.continuations == 1:
+        if model.has_kernel:
             found += _with_most_tokens(model, Candidate(streamed, Strategy.BOTH), context, device_bytes)
         found.append(Candidate(streamed, Strategy.STREAMED))
         found += [Candidate(name, Strategy.CPU_ATTENTION)] * model.has_kernel

@@ -106,8 +106,7 @@ class _Layers:
         self._keep_layers(last)
         self._vocabulary = self._model.config.get_text_config(decoder=True).vocab_size
         self._options = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
-        prompt = min(model.prompt_tokens(context), model.max_context - _MOST_STEPS - _WARM_UP_STEPS)
-        self._prompt = max(1, prompt)
+        self._prompt = max(1, min(context, model.max_context - _MOST_STEPS - _WARM_UP_STEPS))
         self._first = min(model.chunk, self._prompt)
         self._last = min(model.chunk, self._prompt - self._first)
         _fill_weights(self._model, HOST if candidate.experts_on_host else self._device)
@@ -153,7 +152,6 @@ class _Layers:
     def measured(self) -> Measured:
         """Measure the layers, and the model without them; the rest is as many times that of one layer."""
         model, rows, chunks = self._cost, self._cost.batch, (self._first, self._last)
-        own_rows = rows * model.continuations
         with self._without_layers():
             self._run(rows, 1)
             fixed = [_seconds(partial(self._run, rows, tokens)) for tokens in chunks]
@@ -166,18 +164,15 @@ class _Layers:
         together = [_seconds(partial(self._run, rows, self._first, cache))]
         self._fill(cache, rows, self._prompt - self._first - self._last)
         together.append(_seconds(partial(self._run, rows, self._last, cache)))
-        if model.continuations > 1:
-            cache.batch_repeat_interleave(model.continuations)
-            self._fill(cache, own_rows, self._context - model.prompt_tokens(self._context))
         moving = self._move_to_host(cache) if self._candidate.strategy == Strategy.CPU_DECODE else 0.0
         for _ in range(_WARM_UP_STEPS):
-            self._run(own_rows, 1, cache)
-        together.append(_median_seconds(partial(self._run, own_rows, 1, cache)))
+            self._run(rows, 1, cache)
+        together.append(_median_seconds(partial(self._run, rows, 1, cache)))
         with self._without_layers():
-            fixed.append(_median_seconds(partial(self._run, own_rows, 1)))
+            fixed.append(_median_seconds(partial(self._run, rows, 1)))
         of_layers = np.maximum(0.0, np.subtract(together, fixed)) * self._of_model / len(self._layers)
         first, last, step = (fixed + of_layers).tolist()
-        num_chunks = model.prompt_tokens(self._context) / model.chunk
+        num_chunks = self._context / model.chunk
         prompt = (first + last) / 2 * num_chunks if num_chunks >= 2 else first + last
         return Measured(prompt + moving, step, len(self._layers))
 

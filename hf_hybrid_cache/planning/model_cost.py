@@ -106,11 +106,6 @@ class OtherLayer:
         kept = num_tokens if self.most_tokens is None else min(num_tokens, self.most_tokens)
         return self.fixed_bytes + kept * sum(self.shape.token_bytes)
 
-    def repeated(self, number: int) -> "OtherLayer":
-        """The size of a layer of `number` times as many sequences."""
-        shape = None if self.shape is None else self.shape._replace(batch=number * self.shape.batch)
-        return replace(self, shape=shape, fixed_bytes=number * self.fixed_bytes)
-
 
 @dataclass(frozen=True)
 class ModelCost:
@@ -132,9 +127,6 @@ class ModelCost:
         has_kernel: whether the CPU kernel computes its attention.
         least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
         working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
-        continuations: sequences that continue each prompt.
-        own_tokens: tokens at the end of a context that each of several continuations has for itself; the tokens before
-            them are the prompt.
     """
 
     name: str
@@ -151,22 +143,6 @@ class ModelCost:
     has_kernel: bool
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
-    continuations: int = 1
-    own_tokens: int = 512
-
-    def prompt_tokens(self, context: int) -> int:
-        """Tokens of the prompt in a context of so many tokens."""
-        return context if self.continuations == 1 else max(1, context - self.own_tokens)
-
-    def repeated(self) -> "ModelCost":
-        """Keys and values of all continuations, as if each were a sequence of its own."""
-        number = self.continuations
-        return replace(
-            self,
-            continuations=1,
-            shapes={index: shape._replace(batch=number * shape.batch) for index, shape in self.shapes.items()},
-            others={index: layer.repeated(number) for index, layer in self.others.items()},
-        )
 
     def without_experts(self) -> "ModelCost":
         """The cost of the model without its experts; `quantized_weights` still includes them."""

@@ -281,11 +281,12 @@ class Folder:
                 return
         limit = "" if self._max_bytes == math.inf else f" of {bytes_text(self._max_bytes)}"
         of_disk = f"the disk has {bytes_text(free)}, of which {bytes_text(self._min_free_bytes)} stay free"
+        is_disk_full = self._min_free_bytes - free > used - self._max_bytes
         raise PrefixStoreFullError(
             self.path,
             f"has no room for {bytes_text(num_bytes)} more: it has {bytes_text(used)}{limit}, of which "
             f"{bytes_text(removable)} can be removed, and {of_disk}. "
-            "Raise max_bytes, free some, or close what is in use.",
+            f"{'Free' if is_disk_full else 'Raise max_bytes, free'} some, or close what is in use.",
         )
 
     def _delete(self, going: Sequence[Node], by_force: bool = False) -> bool:

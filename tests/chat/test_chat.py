@@ -201,6 +201,22 @@ def test_texts_that_end_an_answer_are_never_shown():
         assert chat.last.finish_reason == "stop"
 
 
+def test_the_same_question_asked_again_is_kept_once_unless_it_has_a_name(tmp_path: Path):
+    store, named = PrefixStore(tmp_path), {"name": "letters"}
+    for details in ({}, named, {}, {}, named):
+        said(chat_of(store=store, details=details), QUESTIONS[0])
+    assert [each.details.get("name") for each in store.prompts() if each.is_conversation] == ["letters", None]
+    chat = chat_of(store=store)
+    first = store.prompts()[1].details["id"]
+    said(chat, QUESTIONS[0])
+    said(chat, QUESTIONS[1])
+    talks = [each for each in store.prompts() if each.is_conversation]
+    assert [(each.details["id"] == first, each.details.get("name")) for each in talks] == [
+        (True, None),
+        (False, "letters"),
+    ]
+
+
 def test_what_was_taken_back_is_not_kept(tmp_path: Path):
     store = PrefixStore(tmp_path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.cli.chat_commands import Typed, chat_input
+from hf_hybrid_cache.cli.chat_commands import chat_input
 
 from .terminals import CTRL_C, CTRL_D, ENTER, PROMPT, UP, Terminal
 
@@ -23,33 +23,30 @@ while True:
     except KeyboardInterrupt:
         print("interrupted")
         continue
-    print("given", typed)
+    print("given", repr(typed))
     if typed is None:
         break
-    while typed.text in ("read", "answer") and not Path(sys.argv[2]).exists():
+    while typed in ("read", "answer") and not Path(sys.argv[2]).exists():
         time.sleep(0.01)
-    if typed.text == "answer":
+    if typed == "answer":
         print("dropped", lines.drop(), lines.drop())
 """
 
 
-def given(text: str, is_quoted: bool = False) -> str:
-    return f"given {Typed(text, is_quoted)}"
+def given(text: str) -> str:
+    return f"given {text!r}"
 
 
 def program(folder: Path, history: str = "kept") -> Terminal:
     return Terminal("-c", PROGRAM, history, str(folder / "go"), HF_HYBRID_CACHE_HOME=str(folder))
 
 
-QUOTED = Typed("/a\n\nb", is_quoted=True)
-
-
 PIPED = {
-    " Who? \n\n/stats\n": [Typed("Who?"), Typed(""), Typed("/stats")],
-    '"""\n/a\n\nb\n"""\nWho?\n': [QUOTED, Typed("Who?")],
-    '"""/a\n\nb"""\n': [QUOTED],
-    ' """ /a\n\nb\n """ \n': [QUOTED],
-    'Who?\n"""\nWhere?\n': [Typed("Who?")],
+    " Who? \n\n/stats\n": ["Who?", "", "/stats"],
+    '"""\n/a\n\nb\n"""\nWho?\n': ['"""\n/a\n\nb\n"""', "Who?"],
+    '"""/a\n\nb"""\n': ['"""/a\n\nb"""'],
+    ' """ /a\n\nb\n """ \n': ['""" /a\n\nb\n """'],
+    'Who?\n"""\nWhere?\n': ["Who?"],
 }
 
 
@@ -87,7 +84,7 @@ def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path
         (tmp_path / "go").touch()
         terminal.wait_for("dropped True False")
         terminal.enter(ENTER.join(['"""', "/a", "b", '"""']))
-        assert "given" not in terminal.wait_for(given("/a\nb", is_quoted=True))
+        assert "given" not in terminal.wait_for(given('"""\n/a\nb\n"""'))
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_D)
         terminal.wait_for("given None")

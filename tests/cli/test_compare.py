@@ -42,24 +42,20 @@ def test_each_cache_has_a_row_and_the_tokens_of_stock(asked: list[str]):
     assert {row["read_tokens"] for row in (*rows, last)} == {len(TEXT)}
 
 
-def test_a_prompt_is_compared_as_it_is_and_without_a_document_a_sample(model: Path, tmp_path: Path):
-    (tmp_path / "prompt").write_text(TEXT)
-    rows = lines(compared("--model", model, "--prompt-file", tmp_path / "prompt", "--json", "--quiet"))
-    assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
+def test_without_a_document_a_sample_is_asked_about(model: Path):
     result = compared("--model", model, "--context", "150")
     assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
     assert "document: 150 of about " in result.stderr
 
 
-def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compare, "MOST_SECONDS", 0.01)
+def test_a_long_document_is_read_in_part_unless_context_says_how_much(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compare, "MOST_TOKENS", 300)
     result = compared(*asked)
-    read = re.search(r"document: ([\d,]+) of ", result.stderr)
-    assert read
-    assert int(read[1].replace(",", "")) < len(TEXT)
-    assert re.search(r"5 caches read it in about \d+ s in all", result.stderr)
-    assert f"with 5 caches; --context {len(TEXT):,} reads more)" in result.stdout
-    assert f"document: {len(TEXT):,} of {len(TEXT):,} " in compared(*asked, "--context", "100000").stderr
+    assert f"document: 300 of {len(TEXT):,} tokens" in result.stderr
+    assert f"(by each of 5 caches; --context {len(TEXT)} reads more)" in result.stdout
+    assert f"document: {len(TEXT):,} of {len(TEXT):,} " in compared(*asked, "--context", len(TEXT)).stderr
 
 
 def test_the_first_different_token_is_counted_from_one():

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from .commands import SHORT, error_of, lines, run
+from chat.thoughts import tokenizer_of
+from models.byte_tokenizer import model_in
 
 Write = Callable[[str], Path]
 
@@ -36,17 +38,29 @@ def test_what_is_typed_comes_first_and_sets_aside_defaults_it_excludes(
     result = run("generate", "Who?", *SHORT)
     (found,) = lines(result)
     assert (found["model"], found["bits"], found["weights"], found["answer_tokens"]) == (str(model), 8, 8, 3)
-    assert f"{path}: --model={model} --bits=8 --max-new-tokens=3 --stop=é --stop=ü --store=" in result.stderr
+    assert f"{path}: model = {model}, bits = 8, max_new_tokens = 3, stop = ['é', 'ü'], store = " in result.stderr
     (typed,) = lines(run("generate", "Who?", *SHORT, "--bits", 4, "--max-new-tokens=4", "--quiet"))
     assert (typed["bits"], typed["answer_tokens"]) == (4, 4)
     (other,) = lines(run("generate", "Who?", *SHORT, "--cache", "offloaded"))
     assert (other["cache"], other["bits"]) == ("offloaded", None)
-    (tmp_path / "prompt").write_text("Who?")
-    assert len(lines(run("generate", "--compare", "--prompt-file", tmp_path / "prompt", *SHORT))) == 4
+    (tmp_path / "text").write_text("Ada.")
+    assert len(lines(run("generate", "Who?", "--compare", "--document", tmp_path / "text", *SHORT))) == 4
     assert "going on with Who?" in run("chat", "--resume", "--device", "cpu", typed="").stderr
     assert str(path) not in run("store", tmp_path / "prompts").stderr
     monkeypatch.setenv("HF_HYBRID_CACHE_DEFAULTS", os.devnull)
-    assert "--model=" not in run("generate", "Who?", "--model", model, *SHORT, "--max-new-tokens", 1).stderr
+    assert "model = " not in run("generate", "Who?", "--model", model, *SHORT, "--max-new-tokens", 1).stderr
+
+
+@pytest.mark.parametrize(("said", "typed"), [("false", []), ("true", ["--no-thinking"])])
+def test_a_switch_of_the_file_holds_when_off_and_gives_way_to_its_opposite(
+    said: str, typed: list[str], write: Write, tmp_path: Path
+):
+    folder = model_in(tmp_path / "model", 1024, tokenizer_of("R1, of many tokens"), eos_token_id=None)
+    write(f"thinking = {said}\nmax-new-tokens = 2")
+    (found,) = lines(run("generate", "Who?", "--model", folder, *SHORT, *typed, "--json"))
+    assert found["thinking"] == ""
+    (found,) = lines(run("generate", "Who?", "--model", folder, *SHORT, "--thinking", "--json"))
+    assert found["thinking"]
 
 
 REFUSED = {

@@ -80,21 +80,18 @@ def test_answers_are_those_of_the_engine(cache: str, model: Path, report: Path, 
         assert found["answer"] == "".join(engine.ask("Who?")).strip()
         assert (found["cache"], len(found["documents"])) == (cache, bool(document))
     report.write_text(TEXT, encoding="utf-8-sig")
-    asked = ["--prompt-file", report, "--store", folder, *of_cache]
     for is_stored in (False, True):
-        result = generate(model, *asked)
-        assert (f"1,630 of 1,631 tokens are taken from {folder}" in result.stderr) == is_stored
-        assert result.stdout.strip() == without_controls("".join(engine.complete(TEXT))).strip()
+        result = generate(model, "--document", report, "Who?", "--store", folder, *of_cache)
+        assert (f" tokens are taken from {folder}" in result.stderr) == is_stored
+        assert result.stdout.strip() == without_controls(found["answer"]).strip()
 
 
 def test_a_model_with_experts_answers_as_one_that_is_loaded_so(tmp_path: Path):
     expert_model("mixtral").save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "prompt").write_text("w3 w7 w20 w9 " * 5)
-    given = "--experts", "host", "--expert-bits", 4
-    found = answered(tmp_path, "--prompt-file", tmp_path / "prompt", *given)["answer"]
+    found = answered(tmp_path, "w3 w7 w20 w9", "--experts", "host", "--expert-bits", 4)["answer"]
     engine = engine_of(tmp_path, quantization_config=QuantizedWeightsConfig(bits=4, only_experts=True))
-    assert found == "".join(engine.complete((tmp_path / "prompt").read_text())).strip()
+    assert found == "".join(engine.ask("w3 w7 w20 w9")).strip()
 
 
 def test_json_tells_what_was_asked_read_left_out_and_taken(model: Path, report: Path):
@@ -123,6 +120,8 @@ def test_a_thought_is_a_remark_and_no_part_of_the_answer(tmp_path: Path):
     said = generate(thinks, *asked)
     assert said.stdout.strip() == found["answer"]
     assert f"\n{found['thinking']}\n" in said.stderr
+    assert "the thought was long enough to be closed: --max-thinking-tokens 40 allows more\n" in said.stderr
+    assert "to be closed" not in generate(thinks, *asked, "--no-thinking").stderr
     without = answered(thinks, *asked, "--no-thinking")
     assert (without["thinking"], without["answer_tokens"]) == ("", found["answer_tokens"] - 20)
 
@@ -169,10 +168,9 @@ def test_what_is_piped_is_the_document_unless_one_is_named(model: Path, report: 
     assert (stored.title, len(stored.token_ids) >= len(TEXT)) == ("standard input", True)
 
 
-@pytest.mark.parametrize("given", ["--document", "--prompt-file", "--compare"])
+@pytest.mark.parametrize("given", ["--document", "--compare"])
 def test_what_is_piped_where_nothing_reads_it_is_refused(given: str, report: Path):
-    asked = ["Who?"] * (given != "--prompt-file")
-    refused = run("generate", *asked, given, *[report] * (given != "--compare"), typed="Never read.", code=2)
+    refused = run("generate", "Who?", given, *[report] * (given != "--compare"), typed="Never read.", code=2)
     assert "What comes on standard input would not be read: name it as a document, --document -" in refused.stderr
 
 
@@ -204,7 +202,6 @@ def test_a_document_that_is_cut_is_said_before_the_answer(small: Path, report: P
     assert "the context is 512" in generate(small, *asked, "--context", 500).stdout
     assert "Only the first" not in generate(small, *asked, "--json").stdout
     given = ["generate", "--model", small, "--device", "cpu"]
-    assert "1,631 tokens, and the context is 512" in error_of(*given, "--prompt-file", report)
     assert "tokens are left for the document, and the" in error_of(*given, *asked, "--system", "Be brief. " * 37)
     assert "--context 9 is of documents, and there is none" in remarks(small, "Who?", "--context", 9)
 

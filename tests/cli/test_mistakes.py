@@ -15,7 +15,7 @@ MISTAKES = {
     # Of options that several commands have.
     ASKED + "--cache static": "'static' is not one of 'stock', 'dynamic'",
     ASKED + "--cache offloaded --bits 4": "error: --bits is for --cache quantized, and the cache is offloaded",
-    ASKED + "--bits 3": "'3' is not one of '8', '4', '2'.",
+    ASKED + "--bits 3": "Invalid value for '--bits': '3' is not one of '8', '4', '2'.",
     ASKED + "--cache stock --cpu-decode yes": "error: --cache stock is transformers' own: drop --cpu-decode.",
     ASKED + "--expert-bits 4": "error: --expert-bits 4 is for experts in host memory: add --experts host.",
     ASKED + "--device abacus": "--device 'abacus' is not here: this machine has cpu",
@@ -31,13 +31,16 @@ MISTAKES = {
     "generate": "Ask something, such as ",
     "generate --document a.txt b.txt": "There is no file b.txt. If that is the question: --question b.txt",
     ASKED + "--document a.txt b.txt": "'b.txt' is no document that is here, and --question asks already: drop one",
-    "generate Why? --prompt-file a.txt": "--prompt-file is the whole prompt: drop it, or --question.",
+    ASKED
+    + "--document https:/a.org": "https:/a.org: of addresses those of http and https are read, and they begin with "
+    "https://",
+    "generate https:/a.org": "https:/a.org is an address: ask about it by --document",
+    "generate https://a.org": "https://a.org is an address: ask about it by --document",
     ASKED + "--document file:///a.txt": "file:///a.txt: of addresses those of http and https are read, not of file.",
     "generate --document a.txt": "--store keeps a document without.",
     "generate --document a.txt --store prompts --json": "--json is of an answer: ask something with --question",
     "generate --document a.txt --store .": " is no store and has other files (a.pdf): give a folder of its own.",
     "generate --document a.pdf --document b.txt --question Who?": "error: Cannot read b.txt: No such file",
-    "generate --prompt-file a.pdf": "a.pdf is a PDF, not text: pass it as a document, or a file of its text.",
     ASKED + "--explain": "--explain is about a prefix store: name its folder with --store, or drop it.",
     ASKED + "--store prompts --cache stock": "--cache stock is transformers' own, and --store needs one of ours: drop",
     "generate --choices yes no Who?": "--choices takes all words that follow it: ask before it, or by --question.",
@@ -52,7 +55,7 @@ MISTAKES = {
     BATCH + "--cache stock": "--cache stock is transformers' own, and batch needs one of ours: drop",
     BATCH.replace("questions", "wrong")
     + "--out -": "  line 10: not an object\n  and 2 more\nA question is a line such as",
-    BATCH + "--at-once 0": "--at-once must be a number from 1 on, or auto, got '0'.",
+    BATCH + "--at-once 0": "Invalid value for '--at-once': ",
     BATCH + "--shard 3/2": "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'.",
     BATCH + f"--out {os.devnull}": f"--out {os.devnull} is no regular file: name one, or - for standard output.",
     BATCH + "--out nowhere/answers.jsonl": "There is no folder nowhere for --out.",
@@ -62,11 +65,11 @@ MISTAKES = {
     # Of `plan`.
     LLAMA + "--host-memory 32": "--host-memory: 32 is 32 bytes, which is less than 1MiB. Write 32GiB if these are",
     LLAMA + "--context 129K": "has a context of 131,072 tokens, and 132,096 were asked for",
-    LLAMA + "--continuations 8 --batch-size 2": "--continuations 8 continue one prompt, and --batch-size 2 are",
     LLAMA + "--model someone/something": "HF_HUB_OFFLINE is set",
     LLAMA + "--model lama-3.2-1b": "Did you mean meta-llama/Llama-3.2-1B?",
     # Of `store`.
-    "store missing": "There is no folder missing: generate, batch and chat make it with --store missing.",
+    "store missing": "There is no folder missing: name the one that generate, batch or chat had as --store.",
+    "store a.txt": "There is no folder a.txt: name the one",
 }
 
 

@@ -51,10 +51,6 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
         "Caches take within 3% of what is said",
         "8.0 GiB of GPU memory and 32.0 of host memory are there",
     ],
-    (*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--continuations", "8"): [
-        "8 sequences continue one prompt; the last 512 tokens are each one's own",
-        "num_return_sequences=8",
-    ],
     (*LLAMA, "--gpu-memory", "6GiB", "--host-memory", "32GiB"): [
         "GPU + host: as much as fits is on the GPU",
         "device_tokens=",
@@ -81,7 +77,6 @@ def test_a_plan_says_what_is_recommended_and_on_what_it_rests(options: tuple[str
     assert [said for said in SAID[options] if said not in text] == []
     assert ("expert" in text) == (OLMOE[1] in options)
     assert ("the default of --context" in text) == ("--context" not in options)
-    assert "hf-hybrid-cache generate" not in text or "--continuations" not in options  # which has no such option
     if options == tuple(LAPTOP):
         asked = '--document FILE --question "..."'
         commands = [f"hf-hybrid-cache generate --model {LAPTOP[1]} {bits}{asked}" for bits in ("", *FEW_BITS)]

@@ -17,7 +17,6 @@ from hf_hybrid_cache.cli.store import existing_store, numbered, table_of
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import error_of, lines, run, without_heavy
-from .terminals import ENTER, Terminal
 from models.tiny_models import random_prompt, tiny_model
 
 TITLES = ("日本.txt: Who?", "a.txt: Where?", "a\x1b[2J\x9bb.txt")
@@ -91,18 +90,3 @@ def test_prompts_when_removed_then_are_gone_and_others_stay(folder: Path):
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
     assert [each["id"] for each in listed(folder)] == [last["id"]]
     assert f"'{last['id'][:3]}' names none of 1" in error_of("store", folder, "--remove", last["id"][:3])
-
-
-def test_all_are_removed_only_at_a_yes(folder: Path):
-    refused = error_of("store", folder, "--remove-all")
-    assert f"--remove-all would remove all 3 of {folder}, and nobody can be asked: add --yes." in refused
-    for answer, code, left in (("n", 1, 3), ("y", 0, 0)):
-        program = ("-m", "hf_hybrid_cache.cli", "store", folder, "--remove-all")
-        with Terminal(*program, PYTHONIOENCODING="ascii") as terminal:  # which cannot show a title
-            terminal.wait_for("[y/N]")
-            terminal.type(f"{answer}{ENTER}")
-            assert terminal.exit_code() == code
-        assert len(listed(folder)) == left
-    run("store", folder, "--remove-all", "--yes")
-    assert list(folder.glob("*/*.safetensors")) == []
-    assert "keeps nothing" in run("store", folder).stderr

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from documents.pdf_files import pdf_of
-from hf_hybrid_cache.documents import DocumentError, Documents, read_documents, read_text, require_documents
+from hf_hybrid_cache.documents import DocumentError, Documents, read_bytes, read_documents, require_documents
 
 from common.soak import search_at_random
 
@@ -382,7 +382,7 @@ def test_a_name_of_nothing_that_can_be_read_is_refused(function: Callable[..., o
 
 def test_what_has_no_end_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(DocumentError, match=r"^/dev/zero has more than 256 MiB"):
-        read_text(Path("/dev/zero"))
+        read_bytes(Path("/dev/zero"))
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
         with pytest.raises(DocumentError, match="standard input has more than 256 MiB"):
@@ -458,15 +458,3 @@ def test_standard_input_is_read_once_whatever_its_format(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DocumentError, match="Standard input is closed"):
         require_documents(["-"])
-
-
-def test_a_prompt_is_utf8_text_without_its_mark(tmp_path: Path):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes("\ufeffÜber 5 €\r\nb".encode())
-    assert read_text(path) == "Über 5 €\nb"
-    for content, message in ((b"caf\xe9", "is not UTF-8 text"), (pdf_of(SIGNED), "is a PDF, not text"), (b"", "empty")):
-        path.write_bytes(content)
-        with pytest.raises(DocumentError, match=message):
-            read_text(path)
-    with pytest.raises(DocumentError, match=r"Cannot read .*: Is a directory"):
-        read_text(tmp_path)

@@ -87,7 +87,6 @@ STARTS = (
     "plan --model .",
     "generate --model . --device cpu --max-new-tokens 3 --question=w5 --document text",
     "generate --model . --device cpu --max-new-tokens 3 --store=prompts --document text",
-    "generate --model . --device cpu --max-new-tokens 3 --prompt-file text",
 )
 
 
@@ -110,7 +109,7 @@ def test_every_option_tells_odd_values_from_good_ones(command: str, folder: Path
 @given(content=st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode())))
 @example(content=b"\xef\xbb\xbf")
 @example(content=b"w1 \xff")
-def test_any_file_is_a_prompt_or_no_text(content: bytes, folder: Path):
+def test_any_file_is_a_document_or_no_text(content: bytes, folder: Path):
     (folder / "any").write_bytes(content)
     start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "1"]
-    check("generate", [*start, "--prompt-file", str(folder / "any")])
+    check("generate", [*start, "--question=w5", "--document", str(folder / "any")])

@@ -47,45 +47,39 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @torch.no_grad()
-def operations_of_the_whole(family: str, candidate: Candidate, clock: Clock, continuations: int) -> tuple[float, float]:
+def operations_of_the_whole(family: str, candidate: Candidate, clock: Clock) -> tuple[float, float]:
     """Return the operations of a prompt, and of a step after all tokens and as many steps as warm up."""
     model = tiny_model(family)
     is_stock = candidate.cache == "stock"
     cache = stock(model.config) if is_stock else HybridCache(model.config, candidate.placement, codec=candidate.codec)
 
-    def read(rows: int, num_tokens: int) -> float:
+    def read(num_tokens: int) -> float:
         before = clock.now
-        model(random_prompt(rows, num_tokens), **cache_argument(cache), logits_to_keep=1)
+        model(random_prompt(1, num_tokens), **cache_argument(cache), logits_to_keep=1)
         return clock.now - before
 
-    own = 0 if continuations == 1 else CHUNK
     with clock, fuse_where_known(model):
-        of_prompt = sum(read(1, CHUNK) for _ in range(0, CONTEXT - own, CHUNK))
-        if continuations > 1:
-            cache.batch_repeat_interleave(continuations)
-            read(continuations, own)
-        steps = [read(continuations, 1) for _ in range(WARM_UP_STEPS + 1)]
+        of_prompt = sum(read(CHUNK) for _ in range(0, CONTEXT, CHUNK))
+        steps = [read(1) for _ in range(WARM_UP_STEPS + 1)]
     return of_prompt, steps[-1]
 
 
 @pytest.mark.parametrize(
-    ("family", "candidate", "continuations"),
+    ("family", "candidate"),
     [
-        ("llama", Candidate("stock", Strategy.CPU), 3),
-        ("gemma3", Candidate("quantized-8", Strategy.CPU), 3),
-        ("qwen3_next", Candidate("quantized-4", Strategy.CPU), 1),
-        ("deepseek_v3", Candidate("dynamic", Strategy.CPU), 1),
-        ("mistral_sliding", Candidate("dynamic", Strategy.CPU), 1),
+        ("llama", Candidate("stock", Strategy.CPU)),
+        ("gemma3", Candidate("quantized-8", Strategy.CPU)),
+        ("qwen3_next", Candidate("quantized-4", Strategy.CPU)),
+        ("deepseek_v3", Candidate("dynamic", Strategy.CPU)),
+        ("mistral_sliding", Candidate("dynamic", Strategy.CPU)),
     ],
 )
-def test_some_layers_when_operations_count_then_take_what_all_take(
-    family: str, candidate: Candidate, continuations: int, clock: Clock
-):
+def test_some_layers_when_operations_count_then_take_what_all_take(family: str, candidate: Candidate, clock: Clock):
     config = FAMILIES[family]()
-    cost = replace(model_cost(config, torch.float32, chunk=CHUNK), continuations=continuations, own_tokens=CHUNK)
+    cost = model_cost(config, torch.float32, chunk=CHUNK)
     with clock:
         measured = measure(config, cost, candidate, CONTEXT)
-    of_prompt, of_step = operations_of_the_whole(family, candidate, clock, continuations)
+    of_prompt, of_step = operations_of_the_whole(family, candidate, clock)
     # The first chunk of a sliding layer has no tokens before it.
     has_windows = family in ("gemma3", "mistral_sliding")
     assert measured.seconds_to_first_token == pytest.approx(of_prompt, rel=0.03 if has_windows else 1e-9)

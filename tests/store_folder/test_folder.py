@@ -108,7 +108,7 @@ def test_prompts_being_written_count_before_they_are_there(path: Path):
     ("limits", "reason"),
     [
         ((3 * NODE_BYTES, 0), r"has no room for [\d.]+ [KM]iB more: it has [\d.]+ [KM]iB of .* Raise max_bytes"),
-        ((None, 2**60), "GiB stay free"),
+        ((None, 2**60), r"GiB stay free\. Free some, or close what is in use"),
         ((2**62, 2**60), "GiB stay free"),
     ],
 )
