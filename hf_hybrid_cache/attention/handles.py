@@ -34,10 +34,17 @@ class LayerView:
         store: of the layer.
         attention: that the handles stand for.
         tokens: the store that is attended to: the layer's, or one of its first tokens as they came.
+        came: a copy of these, if the layer's codec is to be chosen.
     """
 
-    def __init__(self, store: AnyStore, attention: StoredAttention | QuantizedAttention, tokens: AnyStore):
-        self.attention, self.tokens, self.shape = attention, tokens, store.shape
+    def __init__(
+        self,
+        store: AnyStore,
+        attention: StoredAttention | QuantizedAttention,
+        tokens: AnyStore,
+        came: Pair | None = None,
+    ):
+        self.attention, self.tokens, self.shape, self._came = attention, tokens, store.shape, came
         self._store, self._version = store, store.version
         self._states: Pair | None = None
 
@@ -60,7 +67,8 @@ class LayerView:
         """Return attention of queries, which the store may need to choose a codec."""
         store, mask = self.store, queries.mask
         if store.wants_queries:
-            store.observe(queries.states)
+            store.observe(queries.states, self._came)
+            self._came = None
         if is_mask_added and mask is not None and mask.dtype != torch.bool:
             assert isinstance(self.attention, StoredAttention)
             queries = queries._replace(mask=self.attention.simplified(mask))
@@ -155,10 +163,13 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: AnyStore, attention: StoredAttention | QuantizedAttention, tokens: AnyStore | None = None
+    store: AnyStore,
+    attention: StoredAttention | QuantizedAttention,
+    tokens: AnyStore | None = None,
+    came: Pair | None = None,
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
-    layer, shape = LayerView(store, attention, store if tokens is None else tokens), store.shape
+    layer, shape = LayerView(store, attention, store if tokens is None else tokens, came), store.shape
     batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_shown
     return (
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),

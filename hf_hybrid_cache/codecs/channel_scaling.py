@@ -109,31 +109,32 @@ def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> 
     Returns:
         float32 `[num_kv_heads, head_dim]`, at most 1.
     """
-    blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, GRANULE))
-    # `torch.var_mean` takes fifteen times as long along an axis that is not contiguous.
-    mean_squares = blocks.mean(dim=3).square().mean(dim=(0, 2))
-    squares = (blocks.square().mean(dim=(0, 2, 3)) - mean_squares).clamp_min(0)
+    blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, GRANULE)).numpy()
+    # NumPy's operations on small arrays take a tenth of torch's.
+    mean_squares = np.square(blocks.mean(axis=3)).mean(axis=(0, 2))
+    squares = np.maximum(np.square(blocks).mean(axis=(0, 2, 3)) - mean_squares, 0)
     # A low that is far from zero is rounded, which widens the range.
     squares = _shares(squares + _ROUNDED_SHARE * mean_squares)
     if query_squares is None:
-        differences = squares.log().var(dim=1, correction=0, keepdim=True)
-        surplus = (differences - _USUAL_DIFFERENCES).clamp_min(0)
+        differences = np.log(squares).var(axis=1, keepdims=True)
+        surplus = np.maximum(differences - _USUAL_DIFFERENCES, 0)
         slope = (_USUAL_SLOPE * _USUAL_DIFFERENCES - surplus) / (_USUAL_DIFFERENCES + surplus)
         factors = squares ** ((slope - 1) / 4)
     else:
-        products = squares * _shares(query_squares.to("cpu", torch.float64))
+        products = squares * _shares(query_squares.to("cpu", torch.float64).numpy())
         # Few queries may have next to nothing in a channel by chance.
-        products = products.clamp_min(_LEAST_PRODUCT * products.mean(dim=1, keepdim=True))
-        factors = (products / squares.square()) ** 0.25
-    factors = factors / factors.amax(dim=1, keepdim=True)
+        products = np.maximum(products, _LEAST_PRODUCT * products.mean(axis=1, keepdims=True))
+        factors = (products / np.square(squares)) ** 0.25
+    factors = factors / factors.max(axis=1, keepdims=True)
     # A few digits do, and hide in which order threads have added up.
-    return factors.to(torch.bfloat16).float().clamp_min(_LEAST_FACTOR)
+    return torch.from_numpy(factors).to(torch.bfloat16).float().clamp_min(_LEAST_FACTOR)
 
 
-def _shares(squares: torch.Tensor) -> torch.Tensor:
+def _shares(squares: np.ndarray) -> np.ndarray:
     """Return fractions of the largest number of a head, `[num_kv_heads, head_dim]`, never zero."""
-    largest = squares.amax(dim=1, keepdim=True)
-    return torch.where(largest > 0, squares / largest, 1.0).clamp_min(_LEAST_SHARE)
+    largest = squares.max(axis=1, keepdims=True)
+    shares: np.ndarray = np.divide(squares, largest, out=np.ones_like(squares), where=largest > 0)
+    return np.maximum(shares, _LEAST_SHARE)
 
 
 def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
@@ -156,20 +157,17 @@ def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
     tokens, head_dim = rows.shape[1:]
     if tokens < _TOKENS_A_CHANNEL * head_dim:
         return None
-    moments = rows.mT @ rows / tokens
-    # Without the axes, which take three times as long, and few layers need.
-    eigenvalues = _shares(torch.linalg.eigvalsh(moments))
-    gain = eigenvalues.mean(dim=1) / eigenvalues.sqrt().mean(dim=1).square()
+    moments, axes = torch.linalg.eigh(rows.mT @ rows / tokens)
+    eigenvalues = _shares(moments.numpy())
+    gain = eigenvalues.mean(axis=1) / np.square(np.sqrt(eigenvalues).mean(axis=1))
     if gain.mean() < _WORTH_ROTATING:
         return None
-    eigenvalues, axes = torch.linalg.eigh(moments)
-    eigenvalues = _shares(eigenvalues)
-    found = eigenvalues.log().var(dim=1, correction=0, keepdim=True).clamp_min(_LEAST_SHARE)
-    real = (found - _CHANCE * head_dim / tokens).clamp_min(_LEAST_SHARE)
-    power = real / found * (0.5 - 0.25 * _USUAL_SPREAD / real).clamp_min(0.25)
-    scales = eigenvalues**-power
-    scales = scales / scales.log().mean(dim=1, keepdim=True).exp()
-    return ((axes * scales.unsqueeze(1)) @ axes.mT).float()
+    logarithms = np.log(eigenvalues)
+    found = np.maximum(logarithms.var(axis=1, keepdims=True), _LEAST_SHARE)
+    real = np.maximum(found - _CHANCE * head_dim / tokens, _LEAST_SHARE)
+    power = real / found * np.maximum(0.5 - 0.25 * _USUAL_SPREAD / real, 0.25)
+    scales = np.exp(power * (logarithms.mean(axis=1, keepdims=True) - logarithms))
+    return ((axes * torch.from_numpy(scales).unsqueeze(1)) @ axes.mT).float()
 
 
 # The share of rounding to bfloat16, with ranges of four to five standard deviations.

@@ -248,7 +248,7 @@ class HybridLayer(CacheLayerMixin):
         if self._place.on_cpu and not stores.needs_states:
             if not store.num_tokens and new_tokens > _MOST_DRAFTED and self._keeps_chunk(store):
                 assert isinstance(store, Store)
-                return handles_of(store, stores.attention, store.add_first(key_states, value_states))
+                return handles_of(store, stores.attention, *store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
             takes_chunks = not self.is_sliding and store.streamed is None
             if takes_handles and (new_tokens <= _MOST_DRAFTED or takes_chunks):

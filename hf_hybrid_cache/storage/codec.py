@@ -201,12 +201,14 @@ class CodecChoice:
             squares = known.squares.to(squares.device).lerp(squares, queries / number)
         self.seen_queries = SeenQueries(squares, number)
 
-    def make(self, read: Callable[[int, int], Pair], num_tokens: int) -> None:
-        """Choose the codec by some blocks of the first `num_tokens`, which `read` gives from one to before another."""
-        blocks = num_tokens // GRANULE
+    def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Choose the codec by some blocks of states, `[batch, num_kv_heads, tokens, head_dim]`."""
+        blocks = keys.shape[2] // GRANULE
         picked = sorted({index * blocks // _SAMPLED_BLOCKS for index in range(_SAMPLED_BLOCKS)})
-        sampled = [read(index * GRANULE, (index + 1) * GRANULE) for index in picked]
-        keys, values = (torch.cat(states, dim=2) for states in zip(*sampled, strict=True))
+        keys, values = (
+            each[:, :, : blocks * GRANULE].unflatten(2, (blocks, GRANULE))[:, :, picked].flatten(2, 3)
+            for each in (keys, values)
+        )
         codec, seen = self.codec, self.seen_queries
         squares = None if seen is None else seen.squares.to(keys.device)
         fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
@@ -259,7 +261,7 @@ class CodecChoice:
         return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
 
 
-_MOST_QUERIES = 512
+_MOST_QUERIES = 64
 # Blocks by which a codec is chosen, spread over the first states that are quantized.
 _SAMPLED_BLOCKS = 16
 _QUANTIZED_AT_ONCE = 64 * GRANULE

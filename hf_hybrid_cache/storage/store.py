@@ -17,8 +17,6 @@ from .scratch import Scratch
 from .segments import Segment, copy_entries, in_two, put_together, ranges
 from .token_store import TokenStore
 
-_CHECKED_AT_ONCE = 64 * GRANULE
-
 
 class Runs(Protocol):
     """Interface of what makes the runs of a layer, where its placement says."""
@@ -191,16 +189,23 @@ class Store(TokenStore):
         if streamed is not None and (on_device or streamed.is_streamed):
             streamed.write(*streamed.read_range(0, 0), on_device)
 
-    def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> "Store":
-        """Store the first states like `add`, and return a store of them as they came, to attend to."""
+    def add_first(self, keys: torch.Tensor, values: torch.Tensor) -> tuple["Store", Pair | None]:
+        """
+        Store the first states like `add`.
+
+        Returns:
+            A store of them as they came, to attend to; and a copy of them for `observe`, if the codec is to be chosen.
+        """
         assert not self.num_tokens
         chunk = self.dense
         assert isinstance(chunk, HostBlocks)
-        if not self.wants_queries:
+        # Reading it from blocks would take longer than quantizing it.
+        came = (keys.clone(), values.clone()) if self.wants_queries else None
+        if came is None:
             chunk = HostBlocks.like(chunk, keys.shape[2])
             chunk.write(keys, values)
         self.add(keys, values)
-        return Store(self.shape, Layout(), self._runs, self._scratch, dense=chunk)
+        return Store(self.shape, Layout(), self._runs, self._scratch, dense=chunk), came
 
     @property
     def is_in_host_blocks(self) -> bool:
@@ -252,13 +257,18 @@ class Store(TokenStore):
             ValueError: there are no codes for some of them; nothing has changed then.
             HostMemoryError: the host has no room for them.
         """
-        if self._choice is None or self.num_tokens < self.layout.changes_at:
+        self._settle_from(None)
+
+    def _settle_from(self, came: Pair | None) -> None:
+        num_tokens = self.num_tokens
+        if self._choice is None or num_tokens < self.layout.changes_at:
             return
-        is_chosen_now = not self._choice.is_made
-        if is_chosen_now:
-            self._choose()
+        if self._choice.is_made:
+            self._pack_due(num_tokens)
+            return
+        states = self._choose(came)
         # The queries that were seen may still attend to the run as it is.
-        self._pack_due(self.num_tokens, renews=is_chosen_now)
+        self._pack(self.layout.after(num_tokens), num_tokens, states, renews=True)
 
     def run_for(self, part: str, num_entries: int) -> HostBlocks:
         """Return an empty run in host memory for entries of a part, to be filled: the own one, or a new one."""
@@ -335,9 +345,10 @@ class Store(TokenStore):
         """
         Pack the blocks that are due, with new own tokens, of which only those that stay are written to `dense`.
 
-        With `renews` these and the sinks go to another run, and the run itself stays as it is.
+        With `renews` the new ones are all tokens, those of `dense`, too: what stays goes to another run.
         """
-        dense, packed, held, choice = self.dense, self.packed, self.dense.num_entries, self._choice
+        dense, packed, choice = self.dense, self.packed, self._choice
+        held = 0 if renews else dense.num_entries
         assert packed is not None
         assert choice is not None
         sinks, before, total = layout.own_sink_tokens, packed.num_entries, held + new[0].shape[2]
@@ -387,28 +398,29 @@ class Store(TokenStore):
             if num_tokens > self.num_tokens:
                 self._set_length(num_tokens)
 
-    def _pack_due(self, num_tokens: int, renews: bool = False) -> None:
+    def _pack_due(self, num_tokens: int) -> None:
         """Pack the blocks that are due once there are so many tokens."""
         held = self.dense.num_entries
-        self._pack(self.layout.after(num_tokens), self.num_tokens, self.dense.read_range(held, held), renews=renews)
+        self._pack(self.layout.after(num_tokens), self.num_tokens, self.dense.read_range(held, held))
 
-    def _choose(self) -> None:
-        """Choose the codec by all states that could be packed now, and drop the tokens of other shards."""
+    def _choose(self, came: Pair | None) -> Pair:
+        """Choose the codec by all states that could be packed now; drop the tokens of other shards; return the own."""
         choice, dense = self._choice, self.dense
         assert choice is not None
         dense.wait_for_copies()
-        num_tokens = dense.num_entries
-        first = min(self.sink_tokens, num_tokens)
-        num_blocks = (num_tokens - first) // GRANULE
-        for start, end in ranges(first, num_tokens, _CHECKED_AT_ONCE, first):
-            self._require_finite(dense.read_range(start, end), num_blocks - 1)
-        choice.make(lambda start, end: dense.read_range(first + start, first + end), num_tokens - first)
+        keys, values = dense.read_range(0, dense.num_entries) if came is None else came
+        first = min(self.sink_tokens, dense.num_entries)
+        due = keys[:, :, first:], values[:, :, first:]
+        if came is None:  # those were checked as they came
+            self._require_finite(due, due[0].shape[2] // GRANULE - 1)
+        choice.make(*due)
         self._fit_packed()
         if not self._own.is_all:
-            own = [self._own.part(states, 0) for states in dense.read_range(0, num_tokens)]
+            keys, values = self._own.part(keys, 0), self._own.part(values, 0)
             with self._changing():
-                self.dense, self._is_dense_on_device = self._new_dense((own[0], own[1])), False
+                self.dense, self._is_dense_on_device = self._new_dense((keys, values)), False
                 self.layout = replace(self.layout, shard=self._own)
+        return keys, values
 
     def _fit_packed(self) -> None:
         """Replace the empty run of packed blocks by one for the codec, if their sizes differ."""

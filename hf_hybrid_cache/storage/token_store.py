@@ -96,11 +96,18 @@ class TokenStore(ABC):
         """Bytes of tokens in full precision that wait for the choice of the codec."""
         return 0
 
-    def observe(self, query: torch.Tensor) -> None:
-        """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`; settle."""
+    def observe(self, query: torch.Tensor, came: Pair | None = None) -> None:
+        """
+        Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`; settle.
+
+        `came` are all states that are stored, if somebody has them.
+        """
         if self._choice is not None:
             self._choice.observe(query, self.shape)
-            self.settle()
+            self._settle_from(came)
+
+    def _settle_from(self, came: Pair | None) -> None:
+        self.settle()
 
     @abstractmethod
     def settled_after(self, lengths: Sequence[int]) -> int:
