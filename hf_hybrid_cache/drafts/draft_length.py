@@ -9,11 +9,12 @@ from ..scalars import MOST_ROWS, checked_integer
 # Tokens of a draft at most: with the one before them they are as many rows as a step has in one call.
 MOST_TOKENS = MOST_ROWS - 1
 # Steps that drafts may lose at first and at most, and what each token adds to that.
-_FIRST_CREDIT, _MOST_CREDIT, _CREDIT_A_TOKEN = 0.5, 4.0, 0.01
+_FIRST_CREDIT, _MOST_CREDIT, _CREDIT_A_TOKEN = 1.0, 4.0, 0.01
 # In the place of the length of a match, for tokens that must come next.
 SURE = 2**31
 # Lengths of matches, and before anything is known the chance that the token after such a match comes next.
-_LENGTHS, _CHANCES = (3, 4, 5, 8, 12, 16, SURE), (0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
+# One of fewer than 3 goes on after a token that differed.
+_LENGTHS, _CHANCES = (0, 3, 4, 5, 8, 12, 16, SURE), (0.4, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
 # What is known first counts as so many tokens; a token counts less with each that follows.
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
 # A row more of a pass takes so much of a step, before any is measured; that counts as so many rows, and fades, too.
@@ -46,9 +47,9 @@ class DraftLength:
     that were not drafted from as well: each of its tokens is compared with those that come. `k` is what makes the
     expected tokens for each step most.
 
-    What a pass may lose, `k * row` steps, is at most the credit: half a step first, then what drafts have gained, up to
+    What a pass may lose, `k * row` steps, is at most the credit: a step first, then what drafts have gained, up to
     four steps, without what they have lost, and a hundredth of a step for each token. So an answer of `n` tokens takes
-    at most `1 / 2 + n / 100` steps more than without drafts, and what a pass took beyond what was expected of it.
+    at most `1 + n / 100` steps more than without drafts, and what a pass took beyond what was expected of it.
     Nothing is drafted until that is paid back, too, but for what is beyond three times as much.
 
     Everything is in steps, so the seconds may be those of any clock.
@@ -65,7 +66,7 @@ class DraftLength:
         Return how many tokens to draft after a match.
 
         Args:
-            match_length: tokens of the match, 3 or more; `SURE` where tokens must come next.
+            match_length: tokens of the match; `SURE` where tokens must come next.
             most: tokens.
         """
         if len(self._steps) < 2:  # the first one has more to do
@@ -115,4 +116,4 @@ class DraftLength:
 
     @staticmethod
     def _place(match_length: int) -> int:
-        return max(0, bisect_right(_LENGTHS, match_length) - 1)
+        return bisect_right(_LENGTHS, match_length) - 1
