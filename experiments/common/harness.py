@@ -12,15 +12,17 @@ A program is its variants and its arguments:
     publish("decode_speed", cells(), arguments.out)
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from experiments.common import records
-from experiments.common.bandwidth import MemoryReader
+from experiments.common.bandwidth import MemoryReader, read_bandwidth
 from experiments.common.timing import in_turns, medians
 
 Cell = dict[str, Any]
@@ -92,6 +94,31 @@ def publish(
         answers[name] = rounded(answer(cell))
     finish(experiment, {**record, "cells": found}, answers, folder)
     return found
+
+
+def publish_all(
+    experiment: str,
+    arguments: argparse.Namespace,
+    measure: Callable[..., Cell],
+    varied: Iterable[Iterable[Any]],
+    answer: Callable[[Cell], Any],
+    **record: Any,
+) -> None:
+    """
+    Measure each combination of what is varied, and publish its cell.
+
+    Args:
+        experiment: see `publish`.
+        arguments: of the program: `rounds`, `out` and `buffer_mib`.
+        measure: takes a combination, the rounds, and what empties the processor's caches.
+        varied: the values of each argument.
+        answer: see `publish`.
+        **record: see `publish`.
+    """
+    reader = MemoryReader(arguments.buffer_mib)
+    read_bandwidth(reader)
+    cells = ((", ".join(map(str, each)), measure(*each, arguments.rounds, reader)) for each in product(*varied))
+    publish(experiment, cells, arguments.out, answer, **record)
 
 
 def finish(experiment: str, record: dict[str, Any], answers: object, folder: Path | None = None) -> None:

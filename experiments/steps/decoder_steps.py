@@ -6,14 +6,14 @@ same weights with caches of the same random states. A timed step follows an unti
 decoding; greedy tokens of both are compared.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from transformers import Gemma3TextConfig, GraniteConfig, Olmo2Config, Phi3Config, PreTrainedConfig
 
-from experiments.common.bandwidth import MemoryReader, read_bandwidth
+from experiments.common.bandwidth import MemoryReader
 from experiments.common.decoding import GreedyDecoder
-from experiments.common.harness import Cell, cold_turns, publish
+from experiments.common.harness import Cell, cold_turns, publish_all
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import filled_cache
 from experiments.experts.random_experts import cut_config, random_model, twin_of
@@ -83,16 +83,9 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=[8, 4], default=4, help="of the weights")
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    reader = MemoryReader(arguments.buffer_mib)
-    read_bandwidth(reader)
-
-    def cells() -> Iterator[tuple[str, Cell]]:
-        for name in arguments.models:
-            yield name, measure(name, arguments.tokens, arguments.bits, arguments.rounds, reader)
-
-    publish(
-        "decoder_steps", cells(), arguments.out, lambda cell: cell["times_as_fast"],
-        weight_bits=arguments.bits, threads=get_num_threads(),
+    publish_all(
+        "decoder_steps", arguments, measure, (arguments.models, [arguments.tokens], [arguments.bits]),
+        lambda cell: cell["times_as_fast"], weight_bits=arguments.bits, threads=get_num_threads(),
     )  # fmt: skip
 
 

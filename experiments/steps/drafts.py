@@ -12,6 +12,7 @@ same weights in Q4_0 and keys and values in Q8_0, with and without its own promp
 import argparse
 import copy
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -37,8 +38,8 @@ from hf_hybrid_cache.models import load
 
 PAGES = Path(__file__).parents[2] / "docs"
 SMALL, LARGE = "smollm2-135m", "llama-3.2-1b-random"
-# Characters of a part of a document that is copied or changed, about 300 tokens of code.
-PASSAGE = 1200
+# Characters of a part of a document that is copied, about 600 tokens.
+PASSAGE = 2400
 KV_BITS = 8
 
 
@@ -49,8 +50,8 @@ class Task:
 
     Attributes:
         document: a key of `DOCUMENTS`.
-        asked: what follows it; `None` where the beginning of a passage follows, and is to be gone on with.
-        answer: makes one of a passage, word for word; `None` for the model's own.
+        asked: what follows it; `None` where a passage follows, and its beginning, which is to be gone on with.
+        answer: makes one of the document's second half, word for word; `None` for the model's own.
     """
 
     document: str
@@ -58,9 +59,14 @@ class Task:
     answer: Callable[[str], str] | None = None
 
 
-def _random_words(passage: str) -> str:
-    letters = Random(0).choices("abcdefghijklmnopqrstuvwxyz    .,\n", k=len(passage))
+def _random_words(half: str) -> str:
+    letters = Random(0).choices("abcdefghijklmnopqrstuvwxyz    .,\n", k=len(half))
     return "".join(letters)
+
+
+def _functions(half: str) -> str:
+    found = re.findall(r"def (\w+)\((.*?)\):", half, re.DOTALL)
+    return json.dumps([{"name": name, "arguments": re.split(r",\s*", given)} for name, given in found])
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {
@@ -68,14 +74,16 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "text": lambda: "\n\n".join(path.read_text() for path in sorted(PAGES.glob("*.md"))),
 }
 TASKS: dict[str, Task] = {
-    "copy a passage": Task("code", None),
-    "edit of code": Task("code", "Write the first class again, with a docstring for each method."),
-    "edit of code, given": Task("code", "Rename self.", lambda passage: re.sub(r"\bself\b", "parser", passage)),
-    "edit of text, given": Task("text", "Say token instead of step.", lambda passage: passage.replace("step", "token")),
+    "copy a passage": Task("text", None),
+    "copy, given": Task("code", "Repeat the second half.", str),
+    "edit of code, given": Task("code", "Rename self.", lambda half: re.sub(r"\bself\b", "parser", half)),
+    "edit of text, given": Task("text", "Say token instead of step.", lambda half: half.replace("step", "token")),
     "extraction": Task("code", "List the names of all classes and functions, each with its arguments."),
+    "extraction, given": Task("code", "List all functions and their arguments as JSON.", _functions),
     "summary": Task("text", "Sum this up."),
     "answer with quotes": Task("text", "What is a block? Quote the sentences that say so."),
     "free answer": Task("text", "Tell a story about a dragon and a baker."),
+    "other text, given": Task("code", "Talk of something else.", lambda _: DOCUMENTS["text"]()),
     "random text, given": Task("text", "Type anything.", _random_words),
 }
 
@@ -104,16 +112,16 @@ def asked(task: Task, tokenizer: Any, num_tokens: int, new_tokens: int) -> Asked
     ids = tokenizer(DOCUMENTS[task.document](), verbose=False)["input_ids"]
     document = tokenizer.decode(ids[:num_tokens])
     start = document.index("\n", len(document) // 2) + 1
-    passage = document[start : start + PASSAGE]
     if task.asked is None:
-        text = document + "\n\n\n" + passage[: passage.index("\n", PASSAGE // 4) + 1]
+        passage = document[start : start + PASSAGE]
+        text = "\n\n\n".join((document, passage, passage[: passage.index("\n", PASSAGE // 4) + 1]))
         return Asked(tokenizer(text, return_tensors="pt", verbose=False)["input_ids"], None)
     messages = [{"role": "user", "content": f"{document}\n\n{task.asked}"}]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     prompt = tokenizer.apply_chat_template(messages, **options)["input_ids"]
     answer = None
     if task.answer is not None:
-        answer = tokenizer(task.answer(passage), verbose=False)["input_ids"][:new_tokens]
+        answer = tokenizer(task.answer(document[start:]), verbose=False)["input_ids"][:new_tokens]
     return Asked(prompt, answer)
 
 
@@ -192,7 +200,7 @@ def main() -> None:
         if why_no_peer or (tokens_of := llama_cpp.gguf_file()) is None:
             return None
         file = gguf_file(f"{SMALL}-with-tokens", 16, model, tokens_of)
-        context = max(documents) + PASSAGE + new_tokens
+        context = max(documents) + 2 * PASSAGE + new_tokens
         settings = Settings(str(file), 0, context, new_tokens, get_num_threads())
         peers = open_peers.enter_context(closing(Lookups(arguments.llama_cpp_python, settings)))
         library.update(peers.library)

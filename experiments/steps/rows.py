@@ -5,14 +5,14 @@ Weights have 4 bits, keys and values 8, or as asked for; the cache forgets the t
 numbers of tokens take turns, with cold data and warm code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from experiments.common.bandwidth import MemoryReader, read_bandwidth
-from experiments.common.harness import Cell, cold_turns, publish
+from experiments.common.bandwidth import MemoryReader
+from experiments.common.harness import Cell, cold_turns, publish_all
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import filled_cache
 from hf_hybrid_cache import (
@@ -65,17 +65,8 @@ def main() -> None:
     parser.add_argument("--kv-bits", type=int, nargs="+", choices=[16, 8, 4], default=[8])
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    reader = MemoryReader(arguments.buffer_mib)
-    read_bandwidth(reader)
-
-    def cells() -> Iterator[tuple[str, Cell]]:
-        for name in arguments.models:
-            for num_tokens in arguments.tokens:
-                for kv_bits in arguments.kv_bits:
-                    cell = measure(name, num_tokens, kv_bits, arguments.rounds, reader)
-                    yield f"{name} {num_tokens:,} {kv_bits}", cell
-
-    publish("rows", cells(), arguments.out, lambda cell: cell["times_one_token"], threads=get_num_threads())
+    varied = arguments.models, arguments.tokens, arguments.kv_bits
+    publish_all("rows", arguments, measure, varied, lambda cell: cell["times_one_token"], threads=get_num_threads())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Ours gets the handles of a cache, in full precision or quantized; torch gets the
 `DynamicCache` makes for each token is not counted. All take turns, with cold data and warm code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from experiments.common.bandwidth import MemoryReader, read_bandwidth
-from experiments.common.harness import Cell, cold_turns, publish
+from experiments.common.bandwidth import MemoryReader
+from experiments.common.harness import Cell, cold_turns, publish_all
 from experiments.common.options import experiment_parser
 from experiments.common.synthetic import decode_states, llama_1b_config, random_states
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
@@ -32,9 +32,10 @@ SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-def measure(family: str, num_tokens: int, dtype: torch.dtype, rounds: int, reader: MemoryReader) -> Cell:
+def measure(family: str, num_tokens: int, rounds: int, reader: MemoryReader) -> Cell:
     """A cell: raw samples in seconds, and how many times as fast as torch ours are."""
     heads, kv_heads, head_dim, options = SHAPES[family]
+    dtype = torch.bfloat16
     config = llama_1b_config(num_layers=1)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = heads, kv_heads, head_dim
     torch.manual_seed(0)
@@ -74,16 +75,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 32_768])
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    reader = MemoryReader(arguments.buffer_mib)
-    read_bandwidth(reader)
-
-    def cells() -> Iterator[tuple[str, Cell]]:
-        for family in arguments.families:
-            for num_tokens in arguments.tokens:
-                cell = measure(family, num_tokens, torch.bfloat16, arguments.rounds, reader)
-                yield f"{family} {num_tokens:,}", cell
-
-    publish("written_attention", cells(), arguments.out, lambda cell: cell["times_as_fast"])
+    varied = arguments.families, arguments.tokens
+    publish_all("written_attention", arguments, measure, varied, lambda cell: cell["times_as_fast"])
 
 
 if __name__ == "__main__":

@@ -128,8 +128,7 @@ class FusedDecode:
         if (given := getattr(self._passes, "result", None)) is not None:
             return given
         out = self._run(decoder, args, kwargs)
-        if layers_of(decoder):  # planning runs a decoder without, to learn what the rest of the pass before took
-            self._passes.are_fused = not isinstance(out, str)
+        self._passes.are_fused = not isinstance(out, str)
         if isinstance(out, str):
             self.other_passes[out] += 1
             return type(decoder).forward(decoder, *args, **kwargs)

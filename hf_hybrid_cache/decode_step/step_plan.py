@@ -155,7 +155,7 @@ class StepPlan:
             own.values.update((StageValue(stage, leaf), leaves[leaf]) for leaf in self._wanted[stage])
         mask = mask_of(self._recording.masks[stage], args, options)
         is_new = mask is not None and not any(mask is each for each in own.masks)
-        if self._why_plain and is_new and not _hides_nothing(mask):
+        if self._why_plain and is_new and not _sees_all(mask):
             raise UnfitStepError(self._why_plain)
         own.masks.append(mask)
         others = self._recording.outputs[stage]
@@ -328,16 +328,19 @@ class StepPlan:
 
 def _seen_of(mask: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
     """Return which tokens a query sees, boolean `[batch, 1, queries, tokens]`, or 1 for all; `None` for all tokens."""
-    if mask is not None:
-        is_mask = mask.dtype == torch.bool or mask.is_floating_point()
-        if not is_mask or mask.shape[1] != 1 or mask.shape[3] != num_tokens:
-            raise UnfitStepError(
-                f"a mask is {tuple(mask.shape)} of {mask.dtype}, of a layer with {num_tokens:,} tokens"
-            )
-    seen = mask if mask is None or mask.dtype == torch.bool else simplified(mask)
-    if seen is not None and seen.dtype != torch.bool:
+    if mask is not None and (mask.shape[1] != 1 or mask.shape[3] != num_tokens):
+        raise UnfitStepError(f"a mask is {tuple(mask.shape)}, of a layer with {num_tokens:,} tokens")
+    return None if mask is None else _shown(mask)
+
+
+def _shown(mask: torch.Tensor) -> torch.Tensor | None:
+    """Return which tokens a mask shows, boolean, in its shape; `None` for all."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise UnfitStepError(f"a mask is of {mask.dtype}")
+    shown = mask if mask.dtype == torch.bool else simplified(mask)
+    if shown is not None and shown.dtype != torch.bool:
         raise UnfitStepError("a mask adds numbers to the scores, or hides all tokens")
-    return seen
+    return shown
 
 
 def _ranges_of(
@@ -358,5 +361,5 @@ def _ranges_of(
     return of_rows[0], of_rows[1]
 
 
-def _hides_nothing(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and bool(mask.all() if mask.dtype == torch.bool else not mask.any())
+def _sees_all(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and ((shown := _shown(mask)) is None or bool(shown.all()))

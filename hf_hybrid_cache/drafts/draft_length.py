@@ -9,17 +9,18 @@ from ..scalars import MOST_ROWS, checked_integer
 # Tokens of a draft at most: with the one before them they are as many rows as a step has in one call.
 MOST_TOKENS = MOST_ROWS - 1
 # Steps that drafts may lose at first and at most, and what each token adds to that.
-_FIRST_CREDIT, _MOST_CREDIT, _CREDIT_A_TOKEN = 0.5, 4.0, 0.01
+_FIRST_CREDIT, _MOST_CREDIT, _CREDIT_A_TOKEN = 1.0, 4.0, 0.01
 # In the place of the length of a match, for tokens that must come next.
 SURE = 2**31
 # Lengths of matches, and before anything is known the chance that the token after such a match comes next.
-_LENGTHS, _CHANCES = (3, 4, 5, 8, 12, 16, SURE), (0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
+# One of fewer than 3 goes on after a token that differed.
+_LENGTHS, _CHANCES = (0, 3, 4, 5, 8, 12, 16, SURE), (0.4, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
 # What is known first counts as so many tokens; a token counts less with each that follows.
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
-# A row more of a pass takes so much of a step, before any is measured; that counts as so many rows, and fades, too.
-_ROW, _FIRST_ROWS, _ROWS_FADING = 0.2, 4.0, 0.8
-# Steps whose median is the time of one, and how many times as long as expected a pass with a draft counts at most.
-_STEPS, _LONGEST = 9, 3.0
+# A row more of a pass takes so much of a step, before any is measured.
+_ROW = 0.2
+# Passes whose median is the time of one, and how many times as long as expected one with a draft counts at most.
+_PASSES, _LONGEST = 9, 1.5
 
 
 def checked_drafts(name: str, given: object) -> int:
@@ -40,24 +41,24 @@ class DraftLength:
     """
     Chooses how many tokens are drafted, so that the most tokens a second come, and drafts never lose much.
 
-    A pass of `k` drafted tokens takes `1 + k * row` steps. A step is the median of the last nine, and `row` what the
-    last passes have taken beyond a step, for each token that was drafted: both are measured, so they follow the length
+    A pass of `k` drafted tokens takes `1 + k * row` steps. A step is the median of the last nine, and `row` that of
+    what passes have taken beyond a step, for each token that was drafted: both are measured, so they follow the length
     of the context. The chance that a drafted token comes is counted by the length of the match before it, for matches
     that were not drafted from as well: each of its tokens is compared with those that come. `k` is what makes the
     expected tokens for each step most.
 
-    What a pass may lose, `k * row` steps, is at most the credit: half a step first, then what drafts have gained, up to
+    What a pass may lose, `k * row` steps, is at most the credit: a step first, then what drafts have gained, up to
     four steps, without what they have lost, and a hundredth of a step for each token. So an answer of `n` tokens takes
-    at most `1 / 2 + n / 100` steps more than without drafts, and what a pass took beyond what was expected of it.
-    Nothing is drafted until that is paid back, too, but for what is beyond three times as much.
+    at most `1 + n / 100` steps more than without drafts, and what a pass took beyond what was expected of it.
+    Nothing is drafted until that is paid back, too, but for what is beyond half as much again: a pass that takes
+    longer has waited, or packed a block, unless the next ones do, too.
 
     Everything is in steps, so the seconds may be those of any clock.
     """
 
     def __init__(self) -> None:
         self._credit = _FIRST_CREDIT
-        self._steps = deque[float](maxlen=_STEPS)
-        self._row_steps = self._rows = 0.0
+        self._steps, self._rows = deque[float](maxlen=_PASSES), deque([_ROW], maxlen=_PASSES)
         self._known = [(_FIRST_WEIGHT * chance, _FIRST_WEIGHT) for chance in _CHANCES]
 
     def tokens(self, match_length: int, most: int) -> int:
@@ -65,12 +66,12 @@ class DraftLength:
         Return how many tokens to draft after a match.
 
         Args:
-            match_length: tokens of the match, 3 or more; `SURE` where tokens must come next.
+            match_length: tokens of the match; `SURE` where tokens must come next.
             most: tokens.
         """
         if len(self._steps) < 2:  # the first one has more to do
             return 0
-        row = self._row
+        row = median(self._rows)
         best, best_rate, expected, chance = 0, 1.0, 1.0, 1.0
         for number in range(1, most + 1):
             if number * row > self._credit:
@@ -95,16 +96,10 @@ class DraftLength:
 
     def note_draft(self, drafted: int, accepted: int, seconds: float) -> None:
         """Note the time of a pass with a draft, and with that of taking tokens back."""
-        # One that takes many times as long as expected has waited for something else, unless the next ones do, too.
-        steps = min(seconds / (median(self._steps) or 1.0), _LONGEST * (1 + drafted * self._row))
-        self._row_steps = _ROWS_FADING * self._row_steps + max(0.0, steps - 1)
-        self._rows = _ROWS_FADING * self._rows + drafted
+        steps = seconds / (median(self._steps) or 1.0)
+        self._rows.append(max(0.0, steps - 1) / drafted)
+        steps = min(steps, _LONGEST * (1 + drafted * median(self._rows)))
         self._earn((1 + accepted) * (1 + _CREDIT_A_TOKEN) - steps)
-
-    @property
-    def _row(self) -> float:
-        """Steps that a drafted token takes."""
-        return (_FIRST_ROWS * _ROW + self._row_steps) / (_FIRST_ROWS + self._rows)
 
     def _earn(self, steps: float) -> None:
         self._credit = min(_MOST_CREDIT, self._credit + steps)
@@ -115,4 +110,4 @@ class DraftLength:
 
     @staticmethod
     def _place(match_length: int) -> int:
-        return max(0, bisect_right(_LENGTHS, match_length) - 1)
+        return bisect_right(_LENGTHS, match_length) - 1

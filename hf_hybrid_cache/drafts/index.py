@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Shorter ones are found anywhere and followed by anything; a longer match is one of these, too.
-_LEAST, _MOST = 3, 5
+SHORTEST, _MOST = 3, 5
 # Tokens before a match that are compared, at most.
 LONGEST = 16
 # Of keys of n-grams, which are polynomials of their tokens modulo 2**64.
@@ -50,7 +50,7 @@ class Index:
         keys = tokens
         for size in range(2, _MOST + 1):
             keys = keys[:-1] * np.uint64(_FACTOR) + tokens[size - 1 :]
-            if size >= _LEAST:
+            if size >= SHORTEST:
                 order = np.argsort(keys[:-1], kind="stable")  # nothing follows the last one yet
                 self._sorted[size] = keys[order], order + size
         self._last_keys = self._keys_at_end()
@@ -65,7 +65,7 @@ class Index:
     def newest_match(self) -> Match | None:
         """Return where the last 5 tokens stood before, or else the last 4, or 3: the newest of these places."""
         text, newest = self.token_ids, None
-        for size, key in enumerate(self._last_keys, _LEAST):  # mostly the first is nowhere, and so no longer one is
+        for size, key in enumerate(self._last_keys, SHORTEST):  # mostly the first is nowhere, and so no longer one is
             end = self._added.get(key) or self._newest_sorted(size, key)
             if end is None or text[end - size : end] != text[-size:]:  # of two n-grams keys may be the same
                 break
@@ -91,6 +91,6 @@ class Index:
         key, keys = 0, []
         for size, token in enumerate(self.token_ids[: -_MOST - 1 : -1], 1):
             key = key + (token + 1) * _POWERS[size - 1] & _ALL_BITS
-            if size >= _LEAST:
+            if size >= SHORTEST:
                 keys.append(key)
         return keys

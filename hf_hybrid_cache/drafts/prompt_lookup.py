@@ -15,7 +15,7 @@ from ..cache import kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
 from ..storage import GRANULE
 from .draft_length import MOST_TOKENS, SURE, DraftLength, checked_drafts
-from .index import Index, Match
+from .index import SHORTEST, Index, Match
 
 # Inputs of a step that have an entry for each token; with any other tensor a step has one token.
 _OF_TOKENS = {"input_ids", "position_ids", "attention_mask"}
@@ -260,9 +260,11 @@ class _Drafting:
             end, length = self._match
             is_next = self._index.following(end, 1) == [token]
             self._draft_length.note_prediction(length, is_next)
-            self._match = Match(end + 1, length + 1) if is_next else None
+            # A token that differs may stand for another one, as in an edit: the match goes on after it, but not twice.
+            self._match = Match(end + 1, length + 1 if is_next else 0) if is_next or length >= SHORTEST else None
         self._index.add(token)
-        self._match = self._match or self._index.newest_match()
+        if self._match is None or self._match.length < SHORTEST:
+            self._match = self._index.newest_match() or self._match
 
     def _draft(self, inputs: Mapping[str, Any]) -> list[int]:
         """Return the tokens to check after the one at hand, or none."""

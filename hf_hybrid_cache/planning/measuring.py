@@ -178,11 +178,14 @@ class _Layers:
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
-        """Let the model have embeddings and output head alone."""
-        kept = [*self._layers]
+        """Let the model have embeddings and output head alone, which goes on as after the pass before."""
+        kept, own = [*self._layers], vars(self._model.get_decoder())
+        forward = own.pop("forward", None)
         del self._layers[:]
         yield
         self._layers.extend(kept)
+        if forward is not None:
+            own["forward"] = forward
 
     def _move_to_host(self, cache: Any) -> float:
         """Move weights and cache to host memory, as `DecodeOnCPU` does; return the seconds for all weights."""

@@ -192,6 +192,16 @@ def test_filled_cache_and_prefix_store_go_on_with_drafts(tmp_path: Any):
     assert drafts.accepted_tokens == 2 * before > 0
 
 
+def test_draft_goes_on_after_a_token_that_an_edit_has_changed():
+    """Of five tokens in a row no three can be found again before two of them are there."""
+    prompt, drafts = torch.randperm(96, generator=torch.Generator().manual_seed(0))[None], lookup()
+    edited = prompt[0].tolist()
+    edited[5::6] = [96 + place for place in range(len(edited[5::6]))]
+    given = Given(edited, 96)
+    answer(DynamicHybridCache(tiny_model("llama").config), prompt, drafts, logits_processor=[given], max_new_tokens=90)
+    assert drafts.accepted_tokens > 60
+
+
 TAKES_DRAFTS: dict[str, Callable[[Any], Any]] = {
     "PromptLookup": PromptLookup,
     "PrefixStore": lambda drafts: PrefixStore("prompts", drafts=drafts),
