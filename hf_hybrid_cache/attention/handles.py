@@ -20,7 +20,7 @@ from ..graph_breaks import outside_of_graphs
 from ..storage import AnyStore, Pair
 from .quantized_attention import QuantizedAttention
 from .queries import Queries, covers
-from .scores import Product, Scores, StaleHandleError, scores_of
+from .scores import LazyTensor, Product, Scores, StaleHandleError, scores_of
 from .stored_attention import StoredAttention
 
 _View = Callable[[torch.Tensor], torch.Tensor]
@@ -84,7 +84,7 @@ class LayerView:
         return self._states
 
 
-class KVHandle(torch.Tensor):
+class KVHandle(LazyTensor):
     """
     All keys, or all values, of a layer in host memory, or a view that transformers' `repeat_kv` takes of them.
 
@@ -114,8 +114,7 @@ class KVHandle(torch.Tensor):
         handle.is_transposed = is_transposed
         return handle
 
-    def states(self, what: str) -> torch.Tensor:
-        """Return the real tensor, which `what` reads."""
+    def numbers(self, what: str) -> torch.Tensor:
         states = self.layer.states(what)[self.role]
         for view in self.views:
             states = view(states)
@@ -151,16 +150,6 @@ class KVHandle(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = _with_states(str(func.overloadpacket), args, kwargs or {})
-        if func is torch.ops.aten.view.default:
-            # A handle claims to be contiguous; streamed states are not.
-            func = torch.ops.aten.reshape.default
-        return func(*args, **kwargs)
-
 
 def handles_of(
     store: AnyStore,
@@ -179,7 +168,7 @@ def handles_of(
 
 def _with_states(what: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of an operation with the real states in the places of handles."""
-    result: tuple[Any, Any] = tree_map_only(KVHandle, lambda handle: handle.states(what), (args, kwargs))
+    result: tuple[Any, Any] = tree_map_only(KVHandle, lambda handle: handle.numbers(what), (args, kwargs))
     return result
 
 
@@ -218,8 +207,8 @@ def _attend(
             return None
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if is_causal:
-        is_prompt = attn_mask is None and length == tokens
-        if not is_prompt or not layer.attention.takes_prompts(layer.tokens):
+        attention, is_prompt = layer.attention, attn_mask is None and length == tokens
+        if not (is_prompt and isinstance(attention, StoredAttention) and attention.takes_prompts(layer.tokens)):
             return None
     queries = Queries(query, query_heads // states.num_kv_heads, scale, attn_mask, is_causal)
     return layer.attend(queries)
@@ -229,7 +218,7 @@ def _scores(query: object, keys: object) -> Scores | None:
     """Return the scores of queries that are multiplied with transposed keys; `None` for any other product."""
     if not (isinstance(keys, KVHandle) and keys.is_transposed and isinstance(query, torch.Tensor)):
         return None
-    if isinstance(query, (KVHandle, Scores)) or query.dim() != 4:
+    if isinstance(query, LazyTensor) or query.dim() != 4:
         return None
     layer, states, (batch, heads, _, head_dim), keys_shape = keys.layer, keys.layer.shape, query.shape, keys._shape
     fits = (
@@ -253,7 +242,7 @@ def _scores(query: object, keys: object) -> Scores | None:
     product = Product(attend)
     layer.attention.products.add(product)
     queries = Queries(query, heads // states.num_kv_heads, 1.0)
-    return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.states(what))
+    return scores_of(product, queries, keys_shape[3], lambda what: query @ keys.numbers(what))
 
 
 def _is_there(handle: object, *target: Any, **options: Any) -> bool:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 from weakref import ref
 
@@ -39,6 +39,7 @@ from .queries import (
     Queries,
     SeenTokens,
     causal_tokens,
+    in_host_memory,
     is_array,
     mask_arrays,
     seen_ranges,
@@ -99,8 +100,9 @@ class HostAttention:
 
     def __init__(self, stats: CacheStats):
         self._thread = KernelThread()
+        self._running: list[Future] = []
         self._stats = stats
-        self._masks, self._ranges = MadeOfMasks(mask_arrays), MadeOfMasks(seen_ranges)
+        self._masks, self._ranges = MadeOfMasks(in_host_memory), MadeOfMasks(seen_ranges)
         self.reset()
 
     def reset(self) -> None:
@@ -126,23 +128,18 @@ class HostAttention:
         return attend_to_prompt(queries, store)
 
     def partial(
-        self,
-        queries: Queries,
-        store: Store,
-        first_of_chunk: int = 0,
-        num_elsewhere: int = 0,
-        mask: MaskArrays | None = None,
+        self, queries: Queries, store: Store, first_of_chunk: int = 0, num_elsewhere: int = 0
     ) -> PartialAttention:
         """
         Attend to a store in host memory on this thread.
 
         The mask of many queries hides tokens from `first_of_chunk` on. Few leave out `num_elsewhere` tokens, which are
-        attended to elsewhere: the last ones, or the last ones that are quantized; their mask may be made already.
+        attended to elsewhere: the last ones, or the last ones that are quantized.
         """
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
         if are_few or (query.is_cpu and _takes_kernel(queries, store.shape)):
-            out, lse = self._attend_to(queries, blocks_of(store, num_elsewhere), torch.float32, mask)
+            out, lse = self._attend_to(queries, blocks_of(store, num_elsewhere), torch.float32)
             return PartialAttention(out, torch.tensor(lse))
         store.wait_for_copies()
         return attend_in_pieces(queries, store, first_of_chunk)
@@ -151,7 +148,6 @@ class HostAttention:
         self,
         queries: Queries,
         store: Store,
-        running: list[Future],
         first_of_chunk: int = 0,
         num_elsewhere: int = 0,
         on_end: Callable[[bool], None] | None = None,
@@ -159,8 +155,8 @@ class HostAttention:
         """
         Return a function that attends like `partial`, to be called once others have been; it waits for the result.
 
-        Few queries of an accelerator, which attends to other tokens meanwhile, begin at once beside this thread.
-        `running` gets what runs, and `on_end` is told whether the accelerator was done when the kernel ended.
+        Few queries of an accelerator, which attends to other tokens meanwhile, begin at once beside this thread: call
+        `wait` in any case. `on_end` is told whether the accelerator was done when the kernel ended.
         """
         query = queries.states
         if query.is_cpu or query.shape[2] > MAX_QUERIES or queries.are_causal:
@@ -180,27 +176,32 @@ class HostAttention:
             out, lse = future.result()
             return PartialAttention(_on_device(out, query.device), _on_device(lse, query.device))
 
-        running.append(self._thread.submit(run))  # in one line, so that whatever comes next, it is waited for
-        future = running[-1]
+        self._running.append(self._thread.submit(run))  # in one line, so that whatever comes next, it is waited for
+        future = self._running[-1]
         return result
+
+    def wait(self) -> None:
+        """Wait for what runs beside this thread."""
+        wait(self._running)
+        self._running.clear()
 
     def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
         query = queries.states
         on_host = queries._replace(states=query.to("cpu", non_blocking=can_page_lock(query.device.type)))
-        copied, mask = Issued(query.device), None if queries.mask is None else self._arrays_of(queries.mask)
+        copied = Issued(query.device)
+        if queries.mask is not None:
+            on_host = on_host._replace(mask=self._masks.of(queries.mask))
 
         def run() -> PartialAttention:
             copied.wait()
-            return self.partial(on_host, store, num_elsewhere=num_elsewhere, mask=mask)
+            return self.partial(on_host, store, num_elsewhere=num_elsewhere)
 
         return run
 
-    def _attend_to(
-        self, queries: Queries, blocks: StoredBlocks, dtype: torch.dtype, mask: MaskArrays | None = None
-    ) -> tuple[torch.Tensor, np.ndarray]:
+    def _attend_to(self, queries: Queries, blocks: StoredBlocks, dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
         """
-        Attend on the CPU, with a mask that is an array already, or with that of the queries.
+        Attend on the CPU.
 
         Returns:
             The output, of `dtype`, float32 or the query's, and the log-sum-exp, which the next call overwrites.
@@ -217,15 +218,14 @@ class HostAttention:
         out = torch.empty_strided((batch, heads, length, value_dim), strides, dtype=of_kernel)
         ends, scale = (_strided(query), _strided(out)), head_dim**-0.5 if scale is None else scale
         if length <= MAX_QUERIES and not are_causal:
-            if mask is None and hides is not None:
-                mask = self._arrays_of(hides)
+            mask = (None, None) if hides is None else self._arrays_of(hides)
             shape = Shape(batch, heads // group, group, length, head_dim, value_dim)
             workspace = self._workspaces.pop(shape, None) or Workspace(shape, self._memory)
             self._workspaces[shape] = workspace  # after those that were used before
             if len(self._workspaces) > _MAX_WORKSPACES:
                 self._workspaces.pop(next(iter(self._workspaces)))
             lse, start = workspace.lse, time.perf_counter()
-            workspace.attend(*ends, blocks, scale, *(mask or (None, None)), cap)
+            workspace.attend(*ends, blocks, scale, *mask, cap)
         else:
             seen, lse = self._seen_by(queries, blocks.num_tokens), np.empty((batch, heads, length), np.float32)
             start = time.perf_counter()
@@ -234,7 +234,7 @@ class HostAttention:
         return out.to(dtype), lse
 
     def _arrays_of(self, mask: torch.Tensor) -> MaskArrays:
-        return mask_arrays(mask) if is_array(mask) else self._masks.of(mask)
+        return mask_arrays(mask if is_array(mask) else self._masks.of(mask))
 
     def _seen_by(self, queries: Queries, num_tokens: int) -> SeenTokens:
         if queries.are_causal:

@@ -32,10 +32,6 @@ class QuantizedAttention:
         self.is_declined = False
         self._maps: _Maps | None = None
 
-    def takes_prompts(self, store: AnyStore) -> bool:
-        """Return false, because the states of a prompt are there in full precision."""
-        return False
-
     def __call__(self, queries: Queries, store: AnyStore) -> torch.Tensor:
         """
         Attend to all tokens of `store`, which are on the device of the queries.

@@ -115,13 +115,17 @@ def is_array(mask: torch.Tensor) -> bool:
     return mask.is_cpu and mask.dtype in (torch.bool, torch.float32) and mask.stride(-1) == 1
 
 
+def in_host_memory(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of which `mask_arrays` copies nothing."""
+    if is_array(mask):
+        return mask
+    return mask.detach().to("cpu", torch.bool if mask.dtype == torch.bool else torch.float32).contiguous()
+
+
 def mask_arrays(mask: torch.Tensor) -> MaskArrays:
     """Return a mask as the kernels take it."""
-    mask = mask.detach()
-    is_bool = mask.dtype == torch.bool
-    if not is_array(mask):
-        mask = mask.to("cpu", torch.bool if is_bool else torch.float32).contiguous()
-    return (mask.view(torch.uint8).numpy(), None) if is_bool else (None, mask.numpy())
+    mask = in_host_memory(mask).detach()
+    return (mask.view(torch.uint8).numpy(), None) if mask.dtype == torch.bool else (None, mask.numpy())
 
 
 class SeenTokens(NamedTuple):

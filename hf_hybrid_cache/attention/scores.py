@@ -97,7 +97,31 @@ class Product:
                 scores.numbers(what)
 
 
-class Scores(torch.Tensor):
+class LazyTensor(torch.Tensor):
+    """A tensor in shape, type and device, whose numbers an operation gets that needs them."""
+
+    def numbers(self, what: str) -> torch.Tensor:
+        """Return the real tensor, which `what` reads."""
+        raise NotImplementedError
+
+    def note_write(self, what: str) -> None:
+        """Note that `what` writes to the numbers."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        what, kwargs = str(func.overloadpacket), kwargs or {}
+        if func._schema.is_mutable:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, LazyTensor):
+                    each.note_write(what)
+        args, kwargs = tree_map_only(LazyTensor, lambda each: each.numbers(what), (args, kwargs))
+        # It claims to be contiguous; streamed states are not.
+        return (torch.ops.aten.reshape.default if func is torch.ops.aten.view.default else func)(*args, **kwargs)
+
+
+class Scores(LazyTensor):
     """
     Scores that nobody has computed yet, or weights that are made of them.
 
@@ -123,11 +147,14 @@ class Scores(torch.Tensor):
         return scores
 
     def numbers(self, what: str) -> torch.Tensor:
-        """Return the real tensor, which `what` reads."""
         if self._numbers is None:
             self.product.require_unchanged()
             self._numbers = self._compute(what)
         return self._numbers
+
+    def note_write(self, what: str) -> None:
+        self.product.compute(what)
+        self.written = self.written._replace(form="numbers")
 
     @classmethod
     @outside_of_graphs
@@ -140,19 +167,6 @@ class Scores(torch.Tensor):
         # The tensor itself answers shape, type and device; operations that need numbers end in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        what, kwargs = str(func.overloadpacket), kwargs or {}
-        if func._schema.is_mutable:
-            for each in (*args, *kwargs.values()):
-                if isinstance(each, Scores):
-                    each.product.compute(what)
-                    each.written = each.written._replace(form="numbers")
-        args, kwargs = tree_map_only(Scores, lambda scores: scores.numbers(what), (args, kwargs))
-        return func(*args, **kwargs)
 
 
 def scores_of(product: Product, queries: Queries, tokens: int, compute: _Compute) -> Scores:

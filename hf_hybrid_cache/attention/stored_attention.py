@@ -4,7 +4,6 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
@@ -102,9 +101,8 @@ class StoredAttention:
             whole = _in_one_place(store)
             if whole is not None:
                 return self._host.attend(queries, whole)
-        running: list[Future] = []
         try:
-            parts = self._parts(queries._replace(sinks=None), store, running)
+            parts = self._parts(queries._replace(sinks=None), store)
             if queries.sinks is not None:
                 parts.append(partial(_of_sinks, queries.sinks))
             total = None
@@ -114,18 +112,18 @@ class StoredAttention:
                 return parts[0]().out.to(query.dtype)
             return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
         finally:
-            wait(running)
+            self._host.wait()
 
-    def _parts(self, queries: Queries, store: AnyStore, running: list[Future]) -> list[_Part]:
+    def _parts(self, queries: Queries, store: AnyStore) -> list[_Part]:
         """List the parts of a layer; all processes of a group are one."""
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if queries.mask is None else self._own_masks.of(queries.mask, store.shard)
             return [partial(_attend_to_shards, queries._replace(mask=own), store, self._host)]
         if isinstance(store, SharedPrefix):
-            return self._parts_of_continuations(queries, store, running)
-        return _parts_of(queries, store, self._host, running)
+            return self._parts_of_continuations(queries, store)
+        return _parts_of(queries, store, self._host)
 
-    def _parts_of_continuations(self, queries: Queries, store: SharedPrefix, running: list[Future]) -> list[_Part]:
+    def _parts_of_continuations(self, queries: Queries, store: SharedPrefix) -> list[_Part]:
         """
         List the parts of several sequences, whose queries attend to their prefix as more queries of one sequence.
 
@@ -143,8 +141,8 @@ class StoredAttention:
             prefix: list[_Part] = [partial(attend_to_states, of_prefix, store.prefix.read)]
             tails: list[_Part] = [partial(attend_to_states, of_tails, store.tails.read)]
         else:
-            prefix = _parts_of(of_prefix, store.prefix, self._host, running)
-            tails = _parts_of(of_tails, store.tails, self._host, running) if store.tails.num_tokens else []
+            prefix = _parts_of(of_prefix, store.prefix, self._host)
+            tails = _parts_of(of_tails, store.tails, self._host) if store.tails.num_tokens else []
         *first, last = (partial(_unfolded, part, continuations) for part in prefix)
         return [*first, *tails[:-1], last, *tails[-1:]]
 
@@ -180,10 +178,10 @@ class StoredAttention:
         self.is_declined = self._has_warned = self._has_attended = False
 
 
-def _parts_of(queries: Queries, store: OneSequence, host: HostAttention, running: list[Future]) -> list[_Part]:
+def _parts_of(queries: Queries, store: OneSequence, host: HostAttention) -> list[_Part]:
     """List the parts of a store, those on the device first."""
     if isinstance(store, Store):
-        return [host.part(queries, store, running)]
+        return [host.part(queries, store)]
     on_host, num_tokens, length = store.middle.num_tokens, store.num_tokens, queries.states.shape[2]
     first, last = store.first_tokens, store.first_tokens + on_host
     parts: list[_Part] = []
@@ -198,7 +196,7 @@ def _parts_of(queries: Queries, store: OneSequence, host: HostAttention, running
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
         first_of_chunk = max(0, min(last, num_tokens - length) - first)
-        parts.append(host.part(middle, store.middle, running, first_of_chunk, end - start, on_end))
+        parts.append(host.part(middle, store.middle, first_of_chunk, end - start, on_end))
     return parts
 
 

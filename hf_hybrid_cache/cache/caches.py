@@ -1,6 +1,6 @@
 """The caches for common cases, and the logits processor for processes that share one. `generate` takes them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Bits = int | tuple[int, int]
 CpuDecode = bool | float | Literal["auto"] | None
-_FIRST_CPU_FRACTION = 0.5
 
 
 class DynamicHybridCache(HybridCache):
@@ -45,7 +44,6 @@ class DynamicHybridCache(HybridCache):
         group: "ProcessGroup | None" = None,
         offloading: bool = False,
     ):
-        _require_all_layers(cpu_decode)
         super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, None, group, offloading)
 
 
@@ -80,8 +78,7 @@ class OffloadedHybridCache(HybridCache):
         device_tokens: int = 0,
         offloading: bool = False,
     ):
-        fraction, adapts = _fraction_of(cpu_decode)
-        placement = Placement(True, prefetch_layers, resident_layers, None, fraction, device_tokens, adapts)
+        placement = Placement(True, prefetch_layers, resident_layers, None, cpu_decode, device_tokens)
         super().__init__(config, placement, offloading=offloading)
 
 
@@ -132,8 +129,7 @@ class QuantizedHybridCache(HybridCache):
                 "options. Pass EncoderDecoderCache(cache, DynamicHybridCache(config)): it holds the prompt once."
             )
         codec = {key: minmax(each) for key, each in bits.items()} if isinstance(bits, Mapping) else minmax(bits)
-        fraction, adapts = _fraction_of(cpu_decode)
-        placement = Placement(offload, cpu_decode=fraction, device_tokens=device_tokens, adapts=adapts)
+        placement = Placement(offload, cpu_decode=cpu_decode, device_tokens=device_tokens)
         super().__init__(config, placement, max_length, codec, group)
 
 
@@ -160,17 +156,3 @@ class SameLogits(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         return self._peers.of_the_first(scores)  # type: ignore[return-value]
-
-
-def _fraction_of(cpu_decode: CpuDecode) -> tuple[bool | float | None, bool]:
-    """Return `cpu_decode` as a placement takes it, and whether the fraction adapts."""
-    _require_all_layers(cpu_decode)
-    return (_FIRST_CPU_FRACTION, True) if cpu_decode == "auto" else (cpu_decode, False)
-
-
-def _require_all_layers(cpu_decode: object) -> None:
-    if isinstance(cpu_decode, Collection) and not isinstance(cpu_decode, str):
-        raise ValueError(
-            f"cpu_decode={cpu_decode!r} names some layers, which a placement does: "
-            f"HybridCache(config, placement=Placement(cpu_decode={cpu_decode!r})), with codec=minmax(4) for 4 bits."
-        )

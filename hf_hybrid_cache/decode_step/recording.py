@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..attention.handles import KVHandle, LayerView
 from ..attention.queries import Queries
-from ..attention.scores import Scores
+from ..attention.scores import LazyTensor
 from ..cache import HybridCache
 from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, FLOAT32, Attend, Instruction, Multiply, Place, ProductOf, Products
@@ -241,7 +241,7 @@ class Recorder:
             return function(*args, **options)
         name = function._schema.name.partition("::")[2]
         given = [each for each in tree_leaves((args, options)) if isinstance(each, torch.Tensor)]
-        if any(isinstance(each, (KVHandle, Scores)) for each in given):
+        if any(isinstance(each, LazyTensor) for each in given):
             raise self._opaque_error(f"{name} of keys and values")
         if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
             raise self._opaque_error(name)
@@ -516,7 +516,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _has_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, (KVHandle, Scores, QuantizedWeight))
+    return isinstance(value, torch.Tensor) and not isinstance(value, (LazyTensor, QuantizedWeight))
 
 
 def _position(module: nn.Module, name: str) -> int | None:
@@ -541,8 +541,9 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 def _times(input: Any, mat2: Any = None, other: Any = None) -> Any:
     weight = other if mat2 is None else mat2
-    is_matrix = isinstance(weight, torch.Tensor) and not isinstance(weight, (KVHandle, Scores)) and weight.dim() == 2
-    return (input, weight, None, True) if is_matrix and not isinstance(input, Scores) else None
+    is_lazy = isinstance(input, LazyTensor) or isinstance(weight, LazyTensor)
+    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return (input, weight, None, True) if is_matrix and not is_lazy else None
 
 
 def _plus(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:

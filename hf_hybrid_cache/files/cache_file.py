@@ -131,9 +131,8 @@ class CacheFile(TensorFile):
                 "version that wrote it, or save the cache again.",
             )
         self.description = described = CacheDescription.from_json(self.metadata.get("cache", ""))
-        # Earlier versions could also save an index of a layer's keys, which is skipped.
-        known = {f"{kind}.{index}" for kind in ("layers", "index") for index in range(len(described.layers))}
-        known |= {f"codecs.{index}" for index in described.codecs} | {"token_ids"}
+        known = {"token_ids", *(f"layers.{index}" for index in range(len(described.layers)))}
+        known |= {f"codecs.{index}" for index in described.codecs}
         if unknown := self.sections.keys() - known:
             raise ValueError(f"it has tensors of {', '.join(map(repr, sorted(unknown)))}")
         self.codecs, self.seen_queries = read_codecs(self, described)

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..scalars import as_float, as_integer
 
 # A block of 64 first tokens, and one of recent tokens.
 LEAST_DEVICE_TOKENS = 128
+_FIRST_CPU_FRACTION = 0.5
 
 
 def checked_count(name: str, given: object) -> int:
@@ -37,7 +38,7 @@ class Placement:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
             A number between 0 and 1 is the CPU fraction of each layer's tokens in host memory: the CPU attends to the
             oldest, and the others are streamed to the device, which attends to them meanwhile. Resident layers stay
-            there.
+            there. `"auto"` finds the fraction while decoding.
         device_tokens: most tokens of each layer in host memory that are on the device instead: the first and the most
             recent ones. Attention to them is merged with attention to the others. 0 for none; at least 128 with a CPU
             fraction in `cpu_decode`.
@@ -52,13 +53,16 @@ class Placement:
     prefetch_layers: int = 1
     resident_layers: int = 0
     pin_memory: bool | None = None
-    cpu_decode: bool | float | Collection[int] | None = None
+    cpu_decode: bool | float | Collection[int] | Literal["auto"] | None = None
     device_tokens: int = 0
     adapts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("prefetch_layers", "resident_layers", "device_tokens"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+        if isinstance(self.cpu_decode, str) and self.cpu_decode == "auto":
+            object.__setattr__(self, "cpu_decode", _FIRST_CPU_FRACTION)
+            object.__setattr__(self, "adapts", True)
         share = as_float(self.cpu_decode)
         if share is not None and as_integer(self.cpu_decode) is None:
             object.__setattr__(self, "cpu_decode", share)

@@ -28,8 +28,6 @@ from .node_files import VERSION, Head, Node, Nodes, begin, require_damage
 from .private_files import is_own, locked, reported
 
 _NODES, _LOCK = f"nodes-{VERSION}", "lock"
-# What other versions have.
-_OLD_NAMES, _OTHER_NODES = {"prompts.sqlite", "index"}, "nodes"
 # Of those that follow a match the ones used last are compared with a prompt, 0.5 ms each.
 _MOST_COMPARED = 32
 
@@ -299,7 +297,7 @@ class Folder:
         self.path.mkdir(0o700, parents=True, exist_ok=True)
         names = set(os.listdir(self.path))
         if _NODES not in names:
-            if old := sorted(each for each in names if each in _OLD_NAMES or each.startswith(_OTHER_NODES)):
+            if old := sorted(each for each in names if each.startswith("nodes-")):
                 raise PrefixStoreFolderError(
                     self.path,
                     f"is a store of another version ({old[0]}), which version {VERSION} does not read: give another "

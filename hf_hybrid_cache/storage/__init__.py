@@ -1,7 +1,7 @@
 """Storage of keys and values: growing buffers, device staging, streams and events. It knows torch and nothing above."""
 
 from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries
-from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
+from .cpu_fraction import CpuFraction
 from .kv_shape import KVShape, Pair, kernel_element
 from .layout import Layout, Shard, Split
 from .memory.address_space import give_back_file_pages, huge_page_memory
@@ -32,7 +32,6 @@ from .window_store import WindowStore
 
 __all__ = [
     "GRANULE",
-    "LEAST_CPU_FRACTION",
     "MARK_SIZE",
     "Allowance",
     "AnyStore",

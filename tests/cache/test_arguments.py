@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from hf_hybrid_cache import (
     DecodeOnCPU,
-    DynamicHybridCache,
     HybridCache,
     KVCodec,
     OffloadedHybridCache,
@@ -71,10 +70,6 @@ REFUSED: list[tuple[Make, str]] = [
     *(
         (lambda each=each: Placement(cpu_decode=each), "True, False, None, a share between 0 and 1 or a collection of")
         for each in ("all", 3, [-1], [True], ["0"], [0.5])
-    ),
-    *(
-        (lambda make=make: make(CONFIG, cpu_decode=[0, 1]), r"config, placement=Placement\(cpu_decode=\[0, 1\]\)")
-        for make in (DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache)
     ),
     (hybrid(placement=Placement(cpu_decode=[0, 9, 4])), r"layers \[4, 9\]; the model's full-attention layers are \[0"),
     (lambda: Placement(cpu_decode=True, adapts=True), "pass one, such as cpu_decode=0.5"),

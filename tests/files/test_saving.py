@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from files.forged import rewritten
 from hypothesis.stateful import rule
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -31,7 +30,6 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.cache.files import differences
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.files.tensor_file import TensorFile, TensorForm
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
@@ -183,15 +181,6 @@ def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(path: Path):
         with pytest.raises(CacheFileError, match=f"LinearAttentionLayer has window, .*: {reason}"):
             cache.save(path)
     assert not list(path.parent.iterdir())
-
-
-def test_index_of_keys_of_an_earlier_version_is_skipped(path: Path):
-    filled(Placement(), 500, batch=2, codec=minmax(4)).save(path)
-    # Packed blocks of two sequences and two KV heads.
-    rewritten(lambda described, forms: forms.update({"index.1/blocks": TensorForm("uint8", (5, 2, 2, 3))}))(path)
-    HybridCache.load(path, LLAMA.config).save(path)
-    with TensorFile(path, path.open("rb", buffering=0)) as file:
-        assert "index.1" not in file.sections
 
 
 def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(path: Path):
