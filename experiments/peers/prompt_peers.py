@@ -34,7 +34,7 @@ ROWS = {
         Row("stock", 16, 16),
         *(Row("ours", 16, bits) for bits in (8, 4, 2)),
         *(Row(engine, *bits) for engine in ("ours", *LIBRARIES) for bits in _BITS),
-        *(Row(engine, 8, 16) for engine in LIBRARIES),
+        *(Row(engine, bits, 16) for engine in LIBRARIES for bits in (8, 4)),
     ]
 }
 TRIED_TOKENS = 512

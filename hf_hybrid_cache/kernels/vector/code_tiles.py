@@ -87,8 +87,9 @@ class _IntegerCodes(Source):
 
 def codes_in(builder: ir.IRBuilder, words: ir.Value, shift: int, mask: int, is_last: bool = False) -> ir.Value:
     """The codes that a shift and a mask take out of each word; the last codes of a word need no mask."""
-    shifted = builder.lshr(words, vec.ints(shift)) if shift else words
-    return shifted if is_last else builder.and_(shifted, vec.ints(mask))
+    lanes = words.type.count
+    shifted = builder.lshr(words, vec.ints(shift, lanes)) if shift else words
+    return shifted if is_last else builder.and_(shifted, vec.ints(mask, lanes))
 
 
 def _multiply_codes(

@@ -42,18 +42,19 @@ class QuadSums(NamedTuple):
     Running sums of products of fours, of which one operand is the same four in all lanes.
 
     Attributes:
+        lanes: of a vector: as many as a register has, because LLVM would keep each four for both halves of a wider
+            vector, and registers are few.
+        vectors: of codes in a tile, whose sums with six tokens stay in registers.
         zero: no products yet.
         add: adds the products of unsigned codes with the four signed numbers some bytes after an address.
         widened: the sums, in lanes of 32 bits.
-        panels: those of a tile whose sums stay in registers.
-        tokens: likewise.
     """
 
+    lanes: int
+    vectors: int
     zero: ir.Value
     add: Callable[[ir.IRBuilder, ir.Value, ir.Value, int, ir.Value], ir.Value]
-    widened: Callable[[ir.IRBuilder, ir.Value], ir.Value]
-    panels: int
-    tokens: int
+    widened: Callable[[ir.IRBuilder, ir.Value], ir.Value] = lambda _, total: total
 
 
 def quad_sums() -> QuadSums | None:
@@ -68,38 +69,41 @@ def quad_sums() -> QuadSums | None:
 
 
 def _sums_of_avx512_vnni() -> QuadSums:
-    return QuadSums(vec.ints(0), dot_with_quad, lambda _, total: total, 2, 6)
+    return QuadSums(LANES, 2, vec.ints(0), dot_with_quad)
 
 
 def _sums_of_avx_vnni() -> QuadSums:
     def add(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
-        return _quads_of_avx_vnni(builder, [(codes, _four_at(builder, address, offset))], total)
+        four = _four_at(builder, address, offset, LANES // 2)
+        return vec.call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, total, codes, four)
 
-    return QuadSums(vec.ints(0), add, lambda _, total: total, 1, 3)
+    return QuadSums(LANES // 2, 1, vec.ints(0, LANES // 2), add)
 
 
 def _sums_of_avx512() -> QuadSums:
-    return _sums_of_halves(_quads_by_avx512, _pairs_of_avx512, 2, 6)
+    return _sums_of_halves(LANES, 2, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
 
 
 def _sums_of_avx2() -> QuadSums:
-    return _sums_of_halves(_quads_by_avx2, _pairs_of_avx2, 1, 3)
+    return _sums_of_halves(LANES // 2, 1, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
 
 
-def _sums_of_halves(multiply: MultiplyFours, add_pairs: MultiplyAdd, panels: int, tokens: int) -> QuadSums:
-    """Sums in 16 bits."""
+def _sums_of_halves(lanes: int, vectors: int, multiply: str, add_pairs: str) -> QuadSums:
+    """Sums in 16 bits, given LLVM's names of the products of bytes and of pairs."""
+    of_bytes, halves, words = (ir.VectorType(kind, lanes * 32 // kind.width) for kind in (INT8, INT16, INT32))
 
     def add(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
-        return builder.add(total, multiply(builder, codes, _four_at(builder, address, offset)))
+        operands = (builder.bitcast(each, of_bytes) for each in (codes, _four_at(builder, address, offset, lanes)))
+        return builder.add(total, vec.call(builder, multiply, halves, *operands))
 
     def widened(builder: ir.IRBuilder, total: ir.Value) -> ir.Value:
-        return add_pairs(builder, builder.bitcast(total, INTS), vec.ints(_ONES), vec.ints(0))
+        return vec.call(builder, add_pairs, words, total, ir.Constant(halves, [1] * halves.count))
 
-    return QuadSums(ir.Constant(_HALVES, [0] * 2 * LANES), add, widened, panels, tokens)
+    return QuadSums(lanes, vectors, ir.Constant(halves, [0] * halves.count), add, widened)
 
 
-def _four_at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
-    return vec.splat(builder, vec.load(builder, builder.add(address, INT64(offset)), INT32))
+def _four_at(builder: ir.IRBuilder, address: ir.Value, offset: int, lanes: int) -> ir.Value:
+    return vec.splat(builder, vec.load(builder, builder.add(address, INT64(offset)), INT32), lanes)
 
 
 def _of_processor(*dots: Dot) -> Dot | None:

@@ -47,14 +47,14 @@ def floats(value: float) -> ir.Constant:
     return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
-def ints(value: int) -> ir.Constant:
-    return ir.Constant(INTS, [value] * LANES)
+def ints(value: int, lanes: int = LANES) -> ir.Constant:
+    return ir.Constant(ir.VectorType(INT32, lanes), [value] * lanes)
 
 
-def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
     """A vector with `scalar` in all lanes."""
-    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    return shuffle(builder, builder.insert_element(nothing, scalar, INT32(0)), nothing, [0] * LANES)
+    nothing = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    return shuffle(builder, builder.insert_element(nothing, scalar, INT32(0)), nothing, [0] * lanes)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -123,7 +123,7 @@ def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """A * b + c, in one instruction if the processor has it."""
-    return call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
+    return call(builder, f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:

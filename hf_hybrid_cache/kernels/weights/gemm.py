@@ -3,11 +3,11 @@ Products of quantized weights with many tokens, by the processor's products of 8
 
 Tokens are rounded in strips of 32 columns to `step * (q + zero)`, a block of them at a time, which stays in the
 second-level cache. Then each thread takes some pairs of panels at a time and multiplies them with a block, six tokens
-and two panels together, or as many of them at a time as there are registers for.
+and two panels together, or as many of their rows at a time as there are registers for.
 
-A weight is `minimum + scale * code`. So a strip adds `scale * step * sum((q + zero) * code) + minimum * total`. The sum
-is of integers, four products in an instruction; `total` is the sum of the rounded numbers. `forms.panels` describes a
-panel and the order of its codes.
+A weight is `minimum + scale * code`. So a strip adds `scale * step * sum(q * code) + scale * sum(code) * step * zero +
+minimum * total`. The first sum is of integers, four products in an instruction; `total` is the sum of the rounded
+numbers. `forms.panels` describes a panel and the order of its codes.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from .products import Products, Weights, factor_at, load_bias, part_of, store_ou
 
 # Panels and tokens of a tile: as many sums, of integers and of floats, as AVX-512 has registers for.
 _PANELS, _TOKENS = 2, 6
-# Numbers of a strip: of each panel scales, minima and sums of codes; of each token its step, total and zero.
+# Numbers of a strip: of each panel scales, minima and scaled sums of codes; of each token its step, total and zero.
 _PANEL_NUMBERS, _TOKEN_NUMBERS = 3, 3
 # Bytes of the integers, and of all numbers, of a tile of tokens in a strip.
 _INTEGER_BYTES = _TOKENS * STRIP
@@ -201,7 +201,7 @@ def _strip_places(
 @intrinsic
 def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_shift: Any, out: Any) -> Any:
     """
-    Write scales, minima (float32) and sums of codes (int32) of each strip of a panel, `[_PANEL_NUMBERS, LANES]`.
+    Write scales, minima and scaled sums of codes of each strip of a panel, float32 `[_PANEL_NUMBERS, LANES]`.
 
     bits: of a code; panel: address; strips: number of them in a row; group_shift: binary logarithm of the number of
     strips that share a scale; out: address of the numbers of the first strip; those of the next follow after the
@@ -225,7 +225,8 @@ def _sum_panel(typing_context: Any, bits: Any, panel: Any, strips: Any, group_sh
                         total = dot(builder, [(codes, vec.ints(0x01010101))], total)
                 scale, minimum = scales_and_minima(context, builder, builder.add(panel, start))
                 to = builder.add(out, builder.mul(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
-                for index, vector in enumerate((scale, minimum, total)):
+                scaled = builder.fmul(builder.sitofp(total, FLOATS), scale)
+                for index, vector in enumerate((scale, minimum, scaled)):
                     vec.store(builder, vector, builder.add(to, INT64(index * CACHE_LINE)))
                 return carried
 
@@ -268,70 +269,68 @@ def _multiply_tile(
         def run(width: int) -> None:
             if sums is None or not has_products_of_bytes(width):
                 return
-            panels, tokens = range(sums.panels), range(sums.tokens)
-            tiles_of_panels = _TOKENS // sums.tokens
+            floats, words = (ir.VectorType(kind, sums.lanes) for kind in (FLOAT, INT32))
+            vectors, parts = range(sums.vectors), LANES // sums.lanes
 
             def run_tile(tile: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-                """A part of the tile, whose sums stay in registers."""
-                first_panel = multiply(builder.sdiv(tile, INT64(tiles_of_panels)), INT64(sums.panels))
-                first_token = multiply(builder.srem(tile, INT64(tiles_of_panels)), INT64(sums.tokens))
-                is_second = builder.icmp_signed(">", first_panel, INT64(0))
-                panels_of_tile = [builder.select(is_second, second_panel, panel), second_panel][: sums.panels]
-                start_of_panels = add(panel_numbers, multiply(first_panel, INT64(_PANEL_NUMBERS * CACHE_LINE)))
-                start_of_tokens = add(token_numbers, multiply(first_token, INT64(4)))
-                start_of_quads = add(integers, multiply(first_token, INT64(STRIP)))
+                """A part of the rows, whose sums stay in registers."""
+                first = multiply(tile, INT64(sums.vectors))
+                which, part = builder.sdiv(first, INT64(parts)), builder.srem(first, INT64(parts))
+                lane = multiply(part, INT64(sums.lanes * 4))
+                own_panel = builder.select(builder.icmp_signed(">", which, INT64(0)), second_panel, panel)
+                panels_of_tile = [add(each, lane) for each in (own_panel, second_panel)][: sums.vectors]
+                start_of_numbers = add(panel_numbers, add(multiply(which, INT64(_PANEL_NUMBERS * CACHE_LINE)), lane))
 
                 def add_strip(strip: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                    of_panel = add(start_of_panels, multiply(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
-                    of_token = add(start_of_tokens, multiply(strip, INT64(_TOKEN_NUMBERS * _TOKENS * 4)))
+                    of_panel = add(start_of_numbers, multiply(strip, INT64(_PANELS * _PANEL_NUMBERS * CACHE_LINE)))
+                    of_token = add(token_numbers, multiply(strip, INT64(_TOKEN_NUMBERS * _TOKENS * 4)))
 
-                    def number_of_panel(which: int, index: int, kind: ir.Type) -> ir.Value:
-                        line = INT64((which * _PANEL_NUMBERS + index) * CACHE_LINE)
-                        return vec.load(builder, add(of_panel, line), kind)
+                    def number_of_panel(vector: int, index: int) -> ir.Value:
+                        line = INT64((vector * _PANEL_NUMBERS + index) * CACHE_LINE)
+                        return vec.load(builder, add(of_panel, line), floats)
 
-                    def number_of_token(token: int, index: int, kind: ir.Type) -> ir.Value:
+                    def number_of_token(token: int, index: int) -> ir.Value:
                         place = INT64((index * _TOKENS + token) * 4)
-                        return vec.splat(builder, vec.load(builder, add(of_token, place), kind))
+                        return vec.splat(builder, vec.load(builder, add(of_token, place), FLOAT), sums.lanes)
 
-                    _, words = _strip_places(builder, strip, group_shift, width)
-                    starts = [add(each, words) for each in panels_of_tile]
-                    quads = add(start_of_quads, multiply(strip, INT64(_TOKENS * STRIP)))
-                    dots = [sums.zero for _ in tokens for _ in panels]
+                    _, strip_words = _strip_places(builder, strip, group_shift, width)
+                    starts = [add(each, strip_words) for each in panels_of_tile]
+                    quads = add(integers, multiply(strip, INT64(_TOKENS * STRIP)))
+                    dots = [sums.zero for _ in range(_TOKENS) for _ in vectors]
                     quad = 0
                     for line in range(strip_lines(width)):
                         # One row at a time, as there are few registers left.
-                        loaded = [vec.load(builder, add(start, INT64(line * CACHE_LINE)), INTS) for start in starts]
+                        loaded = [vec.load(builder, add(start, INT64(line * CACHE_LINE)), words) for start in starts]
                         for codes in zip(*(quads_of_codes(builder, each, width) for each in loaded), strict=True):
-                            for token in tokens:
+                            for token in range(_TOKENS):
                                 place = token * STRIP + quad * 4
-                                for which, each in enumerate(codes):
-                                    output = token * sums.panels + which
+                                for vector, each in enumerate(codes):
+                                    output = token * sums.vectors + vector
                                     dots[output] = sums.add(builder, each, quads, place, dots[output])
                             quad += 1
                     results = []
-                    scales, minima = ([number_of_panel(which, index, FLOATS) for which in panels] for index in range(2))
-                    for token in tokens:
-                        step, total = (number_of_token(token, index, FLOAT) for index in range(2))
-                        zero = number_of_token(token, 2, INT32)
-                        for which in panels:
-                            output = token * sums.panels + which
-                            codes_times_zero = multiply(number_of_panel(which, 2, INTS), zero)
-                            dot = add(sums.widened(builder, dots[output]), codes_times_zero)
-                            result = vec.multiply_add(builder, minima[which], total, totals[output])
-                            stepped = builder.fmul(builder.sitofp(dot, FLOATS), step)
-                            results.append(vec.multiply_add(builder, scales[which], stepped, result))
+                    scales, minima, sums_of_codes = (
+                        [number_of_panel(vector, index) for vector in vectors] for index in range(_PANEL_NUMBERS)
+                    )
+                    for token in range(_TOKENS):
+                        step, total, zero = (number_of_token(token, index) for index in range(_TOKEN_NUMBERS))
+                        for vector in vectors:
+                            output = token * sums.vectors + vector
+                            result = vec.multiply_add(builder, minima[vector], total, totals[output])
+                            result = vec.multiply_add(builder, sums_of_codes[vector], zero, result)
+                            dot = builder.sitofp(sums.widened(builder, dots[output]), floats)
+                            stepped = builder.fmul(dot, step)
+                            results.append(vec.multiply_add(builder, scales[vector], stepped, result))
                     return results
 
-                zeros = [vec.floats(0.0)] * (sums.panels * sums.tokens)
+                zeros = [ir.Constant(floats, [0.0] * sums.lanes)] * (sums.vectors * _TOKENS)
+                start_of_outputs = add(out, add(multiply(which, INT64(CACHE_LINE)), lane))
                 for output, result in enumerate(vec.loop(builder, strips, zeros, add_strip)):
-                    token, which = divmod(output, sums.panels)
-                    place = add(
-                        multiply(add(first_token, INT64(token)), INT64(_PANELS)), add(first_panel, INT64(which))
-                    )
-                    vec.store(builder, result, add(out, multiply(place, INT64(CACHE_LINE))))
+                    token, vector = divmod(output, sums.vectors)
+                    vec.store(builder, result, add(start_of_outputs, INT64((token * _PANELS + vector) * CACHE_LINE)))
                 return carried
 
-            vec.loop(builder, INT64(tiles_of_panels * (_PANELS // sums.panels)), [], run_tile)
+            vec.loop(builder, INT64(_PANELS * parts // sums.vectors), [], run_tile)
 
         for_width(builder, bits, run)
         return context.get_dummy_value()

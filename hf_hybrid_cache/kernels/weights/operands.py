@@ -128,11 +128,12 @@ def round_strip(
     typing_context: Any, bits: Any, numbers: Any, is_bfloat16: Any, integers: Any, step: Any, stride: Any
 ) -> Any:
     """
-    Write the 8-bit integers of a strip of a token, and its step, its total and its zero.
+    Write the 8-bit integers of a strip of a token, and its step, its total and its zero, each a float32.
 
     bits: of a code of the weight; numbers: address of float32 or bfloat16 `[STRIP]`; integers: address of int8
-    `[STRIP]`, in the order of the codes; step: address of a float32. The total, which is the sum of the multiples of
-    the step, and the zero follow, each after `stride` bytes. The step is NaN if a number is infinite or NaN.
+    `[STRIP]`, in the order of the codes; step: address of the step. The total, which is the sum of the multiples of the
+    step, and the zero, as a multiple of it, follow, each after `stride` bytes. All three are NaN if a number is
+    infinite or NaN.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -160,9 +161,10 @@ def round_strip(
             for_width(builder, bits, store)
             total = _total(builder, reduced(builder, nearest, ir.IRBuilder.add))
             step = builder.select(is_finite, step, FLOAT(float("nan")))
-            zero = builder.extract_element(zeros, INT32(0))
-            for index, number in enumerate((step, builder.fmul(step, total), zero)):
-                vec.store(builder, number, builder.add(step_at, builder.mul(INT64(index), stride)))
+            zero = builder.sitofp(builder.extract_element(zeros, INT32(0)), FLOAT)
+            for index, number in enumerate((FLOAT(1.0), total, zero)):
+                place = builder.add(step_at, builder.mul(INT64(index), stride))
+                vec.store(builder, builder.fmul(step, number), place)
 
         _of_either_kind(context, builder, numbers, is_bfloat16, run)
         return context.get_dummy_value()
