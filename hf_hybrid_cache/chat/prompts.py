@@ -280,6 +280,19 @@ class ChatTemplate:
         of_thought = min(settings.max_thinking_tokens, context // 4) if thinks else 0
         return room_for_answer(context, settings.max_new_tokens) + of_thought
 
+    def room_to_ask(self, questions: Sequence[str], settings: AnswerSettings, context: int) -> int:
+        """
+        Return the tokens of a context that are left to any of some questions, and its answer.
+
+        What a question leaves is half of the rest at least: one that is longer may have no room.
+        """
+        lengths, answer = [], self.answer_tokens(settings, context)
+        for question in questions:
+            with suppress(PromptError):
+                lengths.append(len(self.conversation([question], document=[])))
+        half = (context - answer) // 2
+        return answer + max((length for length in lengths if length <= half), default=min(lengths, default=0))
+
     def start(self, document: str = "") -> list[int]:
         """
         Return the tokens from the start to the end of a document, or to where the first question begins.

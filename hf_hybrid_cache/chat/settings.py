@@ -1,5 +1,6 @@
 """The settings of answers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,18 @@ SWITCHES = ("enable_thinking", "thinking")
 # Of what logits are divided by or multiplied with: they stay finite.
 LEAST_TEMPERATURE = _LEAST = 1e-10
 _MOST = 1e10
+# The least and the largest value of each number beside the temperature, which may be 0, too.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_new_tokens": (1, math.inf),
+    "max_thinking_tokens": (0, math.inf),
+    "top_p": (_LEAST, 1),
+    "top_k": (1, math.inf),
+    "min_p": (0, 1),
+    "repetition_penalty": (_LEAST, _MOST),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (0, 2**64 - 1),
+}
 
 
 class SettingError(HybridCacheError, ValueError):
@@ -78,30 +91,16 @@ class AnswerSettings:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise SettingError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}.")
-        if self.max_thinking_tokens < 0:
-            raise SettingError(f"max_thinking_tokens must be 0 or more, got {self.max_thinking_tokens}.")
         if self.temperature and not _LEAST <= self.temperature <= _MOST:
             raise SettingError(f"temperature must be 0, or from {_LEAST} to {_MOST:.0e}, got {self.temperature}.")
         for name in ("top_p", "top_k", "min_p", "seed"):
             if getattr(self, name) is not None and not self.temperature:
                 raise SettingError(f"{name} is for sampling: give a temperature, such as 0.7, or drop it.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise SettingError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise SettingError(f"top_k must be 1 or more, got {self.top_k}.")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise SettingError(f"min_p must be from 0 to 1, got {self.min_p}.")
-        if self.repetition_penalty is not None and not _LEAST <= self.repetition_penalty <= _MOST:
-            raise SettingError(
-                f"repetition_penalty must be from {_LEAST} to {_MOST:.0e}, got {self.repetition_penalty}."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= (getattr(self, name) or 0) <= 2:
-                raise SettingError(f"{name} must be from -2 to 2, got {getattr(self, name)}.")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                range_text = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+                raise SettingError(f"{name} must be {range_text}, got {value}.")
         try:
             checked_drafts("drafts", self.drafts)
         except (TypeError, ValueError) as error:

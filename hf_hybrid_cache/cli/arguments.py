@@ -99,8 +99,10 @@ def _defaults(commands: Mapping[str, Any], command: str, args: Sequence[str]) ->
             continue
         if parameter.is_flag and not isinstance(value, bool):
             raise UsageError(f"{path}: {name} is true or false, got {value!r}.")
-        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
-        chosen[parameter.name] = value if parameter.is_flag else texts if parameter.multiple else texts[-1]
+        if parameter.multiple:
+            chosen[parameter.name] = [str(each) for each in (value if isinstance(value, list) else [value])]
+        else:
+            chosen[parameter.name] = value if parameter.is_flag else str(value)
         said.append(f"{name} = {value}")
     if said:
         note(consoles("--quiet" in args)[1], f"{path}: {', '.join(said)}")

@@ -4,7 +4,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, groupby
@@ -141,7 +140,8 @@ def batch(
                     "settings": settings,
                     "details": {"model": model.name, "weights": model.weights},
                 }
-                read = _Reader(loaded, of_chat, folder, progress, notes, at_once).outcomes(groups)
+                reader = _Reader(loaded, of_chat, folder, progress, notes, at_once)
+                read = chain.from_iterable(map(reader.outcomes, groups))
             try:
                 with raising_interrupts(), progress.bar:
                     for question, fields in chain(missing, read):
@@ -266,22 +266,18 @@ class _Reader:
 
         self._model, self._tokenizer, self._of_chat = loaded.model, loaded.tokenizer, of_chat
         self._folder, self._progress, self._notes = folder, progress, notes
-        settings: AnswerSettings = of_chat["settings"]
+        self._settings: AnswerSettings = of_chat["settings"]
         self._context = context_length(loaded.model)
-        self._template = ChatTemplate(loaded.tokenizer, of_chat["system"]).given(settings)
-        self._answer_tokens = self._template.answer_tokens(settings, self._context)
+        self._template = ChatTemplate(loaded.tokenizer, of_chat["system"]).given(self._settings)
+        self._answer_tokens = self._template.answer_tokens(self._settings, self._context)
         self._looks_in = of_chat["store"]  # for the first document alone: one remark tells
         self._template.start()  # what is refused here no question could have
         self._at_once = at_once
         if at_once > 1 and not can_answer_together(loaded.model):
             note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
 
-    def outcomes(self, groups: Sequence[Sequence[Question]]) -> Iterator[Outcome]:
-        """Answer questions, grouped by document; an error that a user can correct becomes that of a question."""
-        for questions in groups:
-            yield from self._about_one(questions)
-
-    def _about_one(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+    def outcomes(self, questions: Sequence[Question]) -> Iterator[Outcome]:
+        """Answer questions about one document; an error that a user can correct becomes that of a question."""
         start = time.perf_counter()
         try:
             digest = documents_digest(questions[0].documents, self._folder)  # before they are read: a change is noticed
@@ -323,7 +319,9 @@ class _Reader:
             self._model,
             self._tokenizer,
             documents,
-            leave=self._answer_tokens + self._question_tokens(questions),
+            leave=self._template.room_to_ask(
+                [each.text for each in questions], self._of_chat["settings"], self._context
+            ),
             progress=self._progress.advance if self._notes.is_interactive else True,
             remark=remark,
             **self._of_chat,
@@ -344,17 +342,6 @@ class _Reader:
         if documents.skipped:
             fields["left_out"] = list(documents.skipped)
         return chat, fields
-
-    def _question_tokens(self, questions: Sequence[Question]) -> int:
-        """The tokens of the longest question that leaves half of the room to the document; a longer one may fail."""
-        from ..chat import PromptError
-
-        lengths = []
-        for question in questions:
-            with suppress(PromptError):
-                lengths.append(len(self._template.conversation([question.text], document=[])))
-        half = (self._context - self._answer_tokens) // 2
-        return max((length for length in lengths if length <= half), default=min(lengths, default=0))
 
 
 def _without_missing(groups: Sequence[list[Question]], folder: Path) -> tuple[list[Outcome], list[list[Question]]]:

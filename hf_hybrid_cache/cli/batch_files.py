@@ -24,6 +24,7 @@ from ..documents import files_in, is_on_the_web, read_bytes
 from ..models.shapes import ALIASES
 from ..system.durable_files import replaced_when_whole
 from .console import UsageError, json_line, strict_json
+from .task import as_options
 
 Record = dict[str, Any]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -195,7 +196,6 @@ class Answers:
             self._tidy(self.path, without_errors=True)
             try:
                 self._append("")  # what cannot be written is told before a model is loaded
-                self._note_settings(self.path)
                 yield
             finally:
                 self._tidy(self.path, without_errors=False)
@@ -216,7 +216,7 @@ class Answers:
         """Write the answer to a question, with these fields, at the end of the file if there is one."""
         settings: Any = self._settings_of(question)
         if self.path is not None:
-            settings = settings_digest(settings, _is_cut(fields))
+            settings = self._noted(self.path, settings, _is_cut(fields))
         line = json_line({**question.fields, **fields, "model_digest": self._model_digest, "settings": settings})
         if self.path is not None:
             self._append(line)
@@ -243,10 +243,12 @@ class Answers:
         settings = _noted_settings(path).get(str(others[0]["settings"]), {})
         wanted = self._settings_of(self._asked[key_of(others[0])])
         different = [name for name in (*FORMS, *wanted) if settings.get(name) != wanted.get(name)]
-        name = different[0] if settings and different else None
-        what = "other settings" if name is None else f"{name}={settings.get(name)}, not {wanted.get(name)}"
+        what = "with other settings"
+        if settings and different:
+            theirs, ours = (as_options(different[:1], each) for each in (settings, wanted))
+            what = f"{theirs}, not {ours}"
         raise UsageError(
-            f"{path} has {len(others):,} answers that were given with {what}. Add --again to ask these questions "
+            f"{path} has {len(others):,} answers that were given {what}. Add --again to ask these questions "
             "again, give another --out, or the same options."
         )
 
@@ -264,19 +266,17 @@ class Answers:
         form = {name: list(form) if isinstance(form, tuple) else form for name, form in question.form.items()}
         return {**self._settings, **form}
 
-    def _note_settings(self, path: Path) -> None:
-        """Keep the settings beside the answers, by their digests."""
-        noted = _noted_settings(path)
-        of_all = map(self._settings_of, self._asked.values())
-        named = {settings_digest(each, is_cut): each for each in of_all for is_cut in (False, True)}
-        if noted | named == noted:
-            return
-        lines = [json_line({"digest": digest, "settings": each}) for digest, each in (noted | named).items()]
-        try:
-            with replaced_when_whole(_settings_path(path)) as file:
-                file.write("".join(lines).encode())
-        except OSError as error:
-            raise _cannot_write(_settings_path(path), error) from error
+    def _noted(self, path: Path, settings: Mapping[str, Any], is_cut: bool) -> str:
+        """The digest of the settings of an answer, which a file beside the answers spells out."""
+        digest, noted = settings_digest(settings, is_cut), _noted_settings(path)
+        if digest not in noted:
+            lines = [json_line({"digest": of, "settings": each}) for of, each in {**noted, digest: settings}.items()]
+            try:
+                with replaced_when_whole(_settings_path(path)) as file:
+                    file.write("".join(lines).encode())
+            except OSError as error:
+                raise _cannot_write(_settings_path(path), error) from error
+        return digest
 
     def _has_changed(self, answer: Record) -> bool:
         """Whether an answer is known to be of another model, of other documents, or of other settings."""

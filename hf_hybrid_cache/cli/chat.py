@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..prefix_store import StoredPrompt
 
 # Options of the model and the cache that are kept with a conversation, and hold when it is resumed.
-_MODEL_OPTIONS = ("model", "weights", "experts", "expert_bits", "dtype")
+_MODEL_OPTIONS = ("model", "weights", "experts", "dtype")
 _CACHE_OPTIONS = ("cache", "bits")
 
 

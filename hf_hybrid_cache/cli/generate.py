@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..documents import piped_documents, read_documents, require_documents, require_nothing_piped
+from ..documents import piped_documents, read_documents, require_nothing_piped
 from .console import UsageError, consoles, end_line, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -95,7 +95,6 @@ def generate(
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
-        require_documents(document or ())
         documents, asks = None, question is not None
         if answer.choices and not asks:
             raise UsageError("--choices takes all words that follow it: ask before it, or by --question.")

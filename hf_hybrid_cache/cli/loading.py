@@ -62,7 +62,7 @@ def load_model(options: "Model", cache: str, notes: Console) -> LoadedModel:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     device = _chosen_device(options.device)
-    if options.weights is not None and device.type != "cpu":
+    if options.weights is not None and options.experts is None and device.type != "cpu":
         raise UsageError(
             f"--weights {options.weights} is for a model on the CPU, and this one would be on {device}: pass --device "
             f"cpu. In Python, custom_generate=DecodeOnCPU(weights={options.weights}) reads the prompt on {device.type} "
@@ -72,11 +72,10 @@ def load_model(options: "Model", cache: str, notes: Console) -> LoadedModel:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     # Experts are never to be on the device, where they may not fit.
     loaded_on = device if options.experts is None else torch.device("cpu")
-    bits = options.weights if options.experts is None else options.expert_bits
-    report = None
+    bits, report = options.weights, None
     if bits is None or not is_quantized_when_read(options.name):
-        if options.expert_bits is not None:
-            raise UsageError("--expert-bits is not for a GGUF file: drop it, or use --weights.")
+        if bits is not None and options.experts is not None:
+            raise UsageError("--experts with --weights is not for a GGUF file: drop one of them.")
         model, tokenizer = load(options.name, dtype, loaded_on)
         if bits is not None:
             report = quantize_loaded(model, bits, notes)

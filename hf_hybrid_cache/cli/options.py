@@ -64,7 +64,6 @@ EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--resume", "--name", "--resume goes on with a conversation that has its name: drop --name."),
     ("--export", "--remove", "--export is of a conversation that stays: drop --remove."),
     ("--export", "--verify", "--verify is of all files: drop it, or --export."),
-    ("--weights", "--experts", "--weights is of all weights, experts too: drop it, or --experts."),
     *(("--json", option, f"--json is of the list: drop it, or {option}.") for option in ("--remove", "--verify")),
 )
 
@@ -101,8 +100,6 @@ class Prompt:
         option(
             DOCUMENT,
             "Tokens of each question's documents to read at most. Default: what fits the model's context.",
-            "--context",
-            "--context-tokens",
             min=1,
         ),
     ] = None
@@ -124,8 +121,6 @@ class ConversationPrompt(Prompt):
         option(
             DOCUMENT,
             "Tokens of documents, questions and answers together at most. Default: the model's context.",
-            "--context",
-            "--context-tokens",
             min=1,
         ),
     ] = None
@@ -184,23 +179,20 @@ class Model:
     ] = DEFAULT_MODEL
     weights: Annotated[
         WeightBits | None,
-        option(MODEL, "Bits of each weight, for a model on the CPU. Default: as they are, also with --bits."),
+        option(
+            MODEL,
+            "Bits of each weight, for a model on the CPU, or with --experts of experts alone. Default: as they are, "
+            "also with --bits.",
+        ),
     ] = None
     experts: Annotated[
         Literal["host"] | None,
         option(MODEL, "A mixture of experts keeps them in host memory. Default: where the model is."),
     ] = None
-    expert_bits: Annotated[
-        WeightBits | None, option(MODEL, "Bits of each weight of experts in host memory. Default: as they are.")
-    ] = None
     dtype: Annotated[DType | None, option(MODEL, "Of weights and states. Default: the checkpoint's.")] = None
     device: Annotated[
         str | None, option(MODEL, "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one.")
     ] = None
-
-    def __post_init__(self) -> None:
-        if self.expert_bits is not None and self.experts is None:
-            raise UsageError(f"--expert-bits {self.expert_bits} is for experts in host memory: add --experts host.")
 
     @property
     def name(self) -> str:

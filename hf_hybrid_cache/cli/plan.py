@@ -18,9 +18,9 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 2.5 and 3, "
-            "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, SmolLM2, and of mixtures of experts OLMoE, Qwen3-30B-A3B, "
-            "gpt-oss-20b, Mixtral 8x7B and DeepSeek-V3."
+            help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 3, "
+            "Mistral 7B, Gemma 3, Phi 4 mini, SmolLM2, and of mixtures of experts OLMoE, Qwen3-30B-A3B, gpt-oss-20b "
+            "and DeepSeek-V3."
         ),
     ],
     context: Annotated[

@@ -22,7 +22,6 @@ _LEGEND = {
     Strategy.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
     Strategy.STREAMED: "keys and values are in host memory, and visit the GPU layer by layer",
     Strategy.CPU_ATTENTION: "they are in host memory, and the CPU attends to them there",
-    Strategy.CPU_DECODE: "the GPU reads the prompt, the CPU does all that follows",
 }
 # How often fewer bits change an answer, by the rank of the loss, see docs/quantized-cache.md and docs/weights.md.
 _LOSSES = {
@@ -145,8 +144,8 @@ class Report:
         if options is None or (self.cost.batch, self.cost.chunk) != (1, PREFILL_CHUNK_SIZE):
             return None
         if plan.experts_on_host:
-            options = [*options, "--experts host"] + ([f"--expert-bits {plan.weights}"] if plan.weights else [])
-        elif plan.weights is not None:
+            options = [*options, "--experts host"]
+        if plan.weights is not None:
             options = [*options, f"--weights {plan.weights}"]
         options += [f"--dtype {self.dtype}"] * (self.dtype is not None) + ["--cache stock"] * (plan.cache == "stock")
         name = shlex.quote(self.cost.name)

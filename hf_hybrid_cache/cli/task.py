@@ -55,8 +55,7 @@ class Task:
         leave = None
         if self.question is not None:  # documents leave no more room than it takes with its answer
             template = ChatTemplate(loaded.tokenizer, self.prompt.system).given(self.settings)
-            asked = template.conversation([self.question], document=[])
-            leave = len(asked) + template.answer_tokens(self.settings, context_length(loaded.model))
+            leave = template.room_to_ask([self.question], self.settings, context_length(loaded.model))
         given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
         given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
         given["thoughts"] = partial(think, notes)
@@ -103,15 +102,16 @@ def say_what_is_stored_otherwise(store: "PrefixStore | None", chat: "Chat", note
         different = [name for name in ("model", "weights", "bits") if stored.details.get(name) != chat.details[name]]
         if not different:
             return
-        theirs, ours = (_as_options(different, each) for each in (stored.details, chat.details))
+        theirs, ours = (as_options(different, each) for each in (stored.details, chat.details))
         named = f"{chat.documents.title} {theirs}, which takes it from there; {ours} it is read anew"
         said = said or f"{store.path} has {named}"
     if said:
         note(notes, said)
 
 
-def _as_options(names: Sequence[str], details: Mapping[str, Any]) -> str:
-    values = [(name, details.get(name)) for name in names]
+def as_options(names: Sequence[str], details: Mapping[str, Any]) -> str:
+    """The options that give some details, in words."""
+    values = [(name.replace("_", "-"), details.get(name)) for name in names]
     return " and ".join(f"without --{name}" if value is None else f"with --{name} {value}" for name, value in values)
 
 

@@ -46,16 +46,9 @@ _LLAMA_70B = _shape("LlamaConfig", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_07
 _SMOLLM2_135M = _shape("LlamaConfig", 49_152, 576, 1536, 30, 9, 3, 64, 8192, True)
 _MISTRAL_7B = _shape("MistralConfig", 32_768, 4096, 14_336, 32, 32, 8, 128, 32_768, False, sliding_window=None)
 _GEMMA3_1B = _shape("Gemma3TextConfig", 262_144, 1152, 6912, 26, 4, 1, 256, 32_768, True, sliding_window=512)
-_GEMMA2_2B = _shape("Gemma2Config", 256_000, 2304, 9216, 26, 8, 4, 256, 8192, True, sliding_window=4096)
-_GEMMA2_9B = _shape("Gemma2Config", 256_000, 3584, 14_336, 42, 16, 8, 256, 8192, True, sliding_window=4096)
-_PHI3_MINI = partial(_shape, "Phi3Config", 32_064, 3072, 8192, 32, 32, 32, 96)
 _OLMOE = _shape("OlmoeConfig", 50_304, 2048, 1024, 16, 16, 16, 128, 4096, False, num_experts=64, num_experts_per_tok=8)
 _QWEN3_30B_A3B = partial(_shape, "Qwen3MoeConfig", 151_936, 2048, 6144, 48, 32, 4, 128)
 _OF_128 = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-_MIXTRAL = _shape(
-    "MixtralConfig", 32_000, 4096, 14_336, 32, 32, 8, 128, 32_768, False,
-    sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
 _GPT_OSS_20B = _shape(
     "GptOssConfig", 201_088, 2880, 2880, 24, 64, 8, 64, 131_072, False,
     sliding_window=128, num_local_experts=32, num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
@@ -75,8 +68,6 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "meta-llama/Llama-3.1-70B": _LLAMA_70B,
     "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_70B,
     "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_70B,
-    "Qwen/Qwen2.5-7B": _shape("Qwen2Config", 152_064, 3584, 18_944, 28, 28, 4, 128, 131_072, False),
-    "Qwen/Qwen2.5-7B-Instruct": _shape("Qwen2Config", 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, False),
     "Qwen/Qwen3-0.6B": _shape("Qwen3Config", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960, True),
     "Qwen/Qwen3-1.7B": _shape("Qwen3Config", 151_936, 2048, 6144, 28, 16, 8, 128, 40_960, True),
     "Qwen/Qwen3-4B": _shape("Qwen3Config", 151_936, 2560, 9728, 36, 32, 8, 128, 40_960, True),
@@ -88,19 +79,11 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "allenai/OLMoE-1B-7B-0924": _OLMOE,
     "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
-    "mistralai/Mixtral-8x7B-v0.1": _MIXTRAL,
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL,
     "openai/gpt-oss-20b": _GPT_OSS_20B,
     "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
-    "google/gemma-2-2b": _GEMMA2_2B,
-    "google/gemma-2-2b-it": _GEMMA2_2B,
-    "google/gemma-2-9b": _GEMMA2_9B,
-    "google/gemma-2-9b-it": _GEMMA2_9B,
     "google/gemma-3-1b-pt": _GEMMA3_1B,
     "google/gemma-3-1b-it": _GEMMA3_1B,
-    "microsoft/Phi-3-mini-4k-instruct": _PHI3_MINI(4096, False, sliding_window=2047),
-    "microsoft/Phi-3.5-mini-instruct": _PHI3_MINI(131_072, False, sliding_window=262_144),
     "microsoft/Phi-4-mini-instruct": _shape(
         "Phi3Config", 200_064, 3072, 8192, 32, 24, 8, 128, 131_072, True, sliding_window=262_144
     ),

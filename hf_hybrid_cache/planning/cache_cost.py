@@ -62,11 +62,9 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     # All layers use the shared memory in turn, so the largest layer counts.
     shared_prefill = shared_decode = copied = 0
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
-        layer = LayerCost.of(stores, index, shape, num_layers, lengths)
-        kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
-        shared_prefill = max(shared_prefill, layer.shared_prefill)
-        shared_decode = max(shared_decode, layer.shared_decode)
-        copied = max(copied, layer.copied)
+        alone, *in_turn = _layer_cost(stores, index, shape, num_layers, lengths)
+        kept.update({device: num_layers * num_bytes for device, num_bytes in alone.items()})
+        shared_prefill, shared_decode, copied = map(max, (shared_prefill, shared_decode, copied), in_turn)
     kept.update(_held_by_others(model, stores, lengths, on_cpu))
     prefill, decode = (
         Held.where(on_cpu, kept["meta"] + shared, kept["cpu"]) for shared in (shared_prefill, shared_decode)
@@ -104,63 +102,39 @@ def _kinds_of_layers(model: ModelCost, on_cpu: bool) -> Iterator[tuple[int, KVSh
         yield index, shape._replace(device=HOST) if on_cpu else shape, num_layers
 
 
-class LayerCost(NamedTuple):
+def _layer_cost(
+    stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: Sequence[int]
+) -> tuple[Counter[str], int, int, int]:
     """
-    The cost of one layer.
+    The cost of a layer that has had so many tokens in turn; `num_layers` are of its shape.
 
-    Attributes:
-        kept: bytes that the layer holds alone, by device type.
-        shared_prefill: bytes on the compute device that layers use in turn, at the end of the prompt.
-        shared_decode: bytes on the compute device that layers use in turn while tokens are decoded.
-        copied: host memory for the states of the layer, which the prompt's last chunk unpacks from the kernel's blocks.
+    The bytes that it holds alone, by device type; bytes on the compute device that layers use in turn, at the end of
+    the prompt and while tokens are decoded; and host memory for its states, see `CacheCost.copied`.
     """
-
-    kept: Counter[str]
-    shared_prefill: int
-    shared_decode: int
-    copied: int
-
-    @classmethod
-    def of(
-        cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: Sequence[int]
-    ) -> "LayerCost":
-        """
-        The cost of a layer that has grown in steps.
-
-        Args:
-            stores: of the cache.
-            index: of the layer in the model.
-            shape: of its keys and values; a device without data stands for an accelerator.
-            num_layers: number of layers of this shape.
-            lengths: numbers of tokens that the layer has had in turn.
-        """
-        place = stores.place_of(index, 0, shape)
-        store = place.make(shape)
-        is_split, is_quantized = isinstance(store, SplitStore), store.layout.is_quantized
-        kept: Counter[str] = Counter()
-        for device, num_bytes in store.planned_bytes(lengths):
-            kept[device.type] += num_bytes
-        on_cpu, attends_in_place = place.on_cpu, place.on_cpu or place.on_codes
-        is_all_on_cpu = on_cpu and stores.cpu_fraction is None
-        # Attention of a chunk then unpacks few blocks at a time.
-        takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
-        in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
-        later = lengths[1:]
-        is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
-        slots = scratch = of_middle = 0
-        in_middle = store.split.growing(lengths) if isinstance(store, SplitStore) else lengths
-        if (is_split or is_quantized) and not in_pieces:
-            # A first chunk attends to its own states, which are not quantized yet where the CPU attends.
-            scratch = Scratch.planned_bytes(shape, lengths if is_quantized and not on_cpu and not later else later)
-            of_middle = Scratch.planned_bytes(shape, in_middle) if is_split and is_quantized else 0
-        if store.streamed is not None:
-            layouts = store.layout.growing(in_middle)
-            sizes = [each.quantized_blocks for each in layouts] if is_quantized else in_middle
-            slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
-        while_decoding = slots + (of_middle if is_split or attends_in_place else scratch)
-        return cls(
-            kept,
-            shared_prefill=slots + scratch,
-            shared_decode=0 if is_all_on_cpu else while_decoding,
-            copied=lengths[-1] * sum(shape.token_bytes) if is_copied else 0,
-        )
+    place = stores.place_of(index, 0, shape)
+    store = place.make(shape)
+    is_split, is_quantized = isinstance(store, SplitStore), store.layout.is_quantized
+    kept: Counter[str] = Counter()
+    for device, num_bytes in store.planned_bytes(lengths):
+        kept[device.type] += num_bytes
+    on_cpu, attends_in_place = place.on_cpu, place.on_cpu or place.on_codes
+    is_all_on_cpu = on_cpu and stores.cpu_fraction is None
+    # Attention of a chunk then unpacks few blocks at a time.
+    takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
+    in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
+    later = lengths[1:]
+    is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
+    slots = scratch = of_middle = 0
+    in_middle = store.split.growing(lengths) if isinstance(store, SplitStore) else lengths
+    if (is_split or is_quantized) and not in_pieces:
+        # A first chunk attends to its own states, which are not quantized yet where the CPU attends.
+        scratch = Scratch.planned_bytes(shape, lengths if is_quantized and not on_cpu and not later else later)
+        of_middle = Scratch.planned_bytes(shape, in_middle) if is_split and is_quantized else 0
+    if store.streamed is not None:
+        layouts = store.layout.growing(in_middle)
+        sizes = [each.quantized_blocks for each in layouts] if is_quantized else in_middle
+        slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
+    while_decoding = slots + (of_middle if is_split or attends_in_place else scratch)
+    shared_decode = 0 if is_all_on_cpu else while_decoding
+    copied = lengths[-1] * sum(shape.token_bytes) if is_copied else 0
+    return kept, slots + scratch, shared_decode, copied

@@ -38,7 +38,6 @@ class Strategy(StrEnum):
     BOTH = "GPU + host"
     STREAMED = "streamed"
     CPU_ATTENTION = "CPU attends"
-    CPU_DECODE = "CPU decodes"
     CPU = "on the CPU"
 
 
@@ -67,7 +66,7 @@ class Candidate:
         """The placement of the cache during the prefill."""
         if self.strategy == Strategy.BOTH:
             return Placement(offload=True, cpu_decode=0.5, device_tokens=self.device_tokens, adapts=True)
-        streamed = self.strategy in (Strategy.STREAMED, Strategy.CPU_DECODE) or self.cache == "offloaded"
+        streamed = self.strategy == Strategy.STREAMED or self.cache == "offloaded"
         return Placement(offload=streamed, cpu_decode=True if self.strategy == Strategy.CPU_ATTENTION else None)
 
     @property
@@ -77,16 +76,11 @@ class Candidate:
         return None if bits is None else minmax(bits)
 
     def cost(self, model: ModelCost, context: int) -> CacheCost:
-        """The cost of the cache at `context` tokens; with `CPU_DECODE` it is in host memory while decoding."""
+        """The cost of the cache at `context` tokens."""
         on_cpu = self.strategy == Strategy.CPU
         if self.cache == "stock":
             return stock_cost(model, context, on_cpu)
-        cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
-        if self.strategy == Strategy.CPU_DECODE:
-            later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
-            while_read = Held(max(cost.prefill.device, cost.decode.device), cost.prefill.host)
-            return replace(cost, prefill=while_read, decode=later.decode)
-        return cost
+        return cache_cost(model, self.placement, self.codec, context, on_cpu)
 
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """The most bytes that model, cache and process ever hold, also while the model is loaded."""
@@ -110,9 +104,8 @@ class Candidate:
     def running(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """The most bytes that model, cache and process hold once the model is loaded."""
         working = model.working_bytes(context)
-        quantized = None if self.weights is None else model.quantized_weights[self.weights]
         if self.strategy == Strategy.CPU:
-            weights = model.weight_bytes if quantized is None else quantized.num_bytes
+            weights = model.weight_bytes if self.weights is None else model.quantized_weights[self.weights].num_bytes
             with_cache = max(cost.prefill.host + cost.copied + working, cost.decode.host)
             return Held(0, weights + RUNTIME_BYTES + with_cache)
         weights = model.weight_bytes
@@ -123,9 +116,6 @@ class Candidate:
             host += model.experts.total_bytes(self.weights) + model.least_working_bytes
             # Two experts, not quantized, are on the GPU: one is copied while the other is multiplied.
             working += 2 * model.experts.largest_bytes
-        elif self.strategy == Strategy.CPU_DECODE:
-            # The original weights stay in host memory beside the codes, because they go back to the GPU.
-            host += weights + (0 if quantized is None else quantized.quantized_bytes)
         return Held(weights + RUNTIME_BYTES + max(cost.prefill.device + working, cost.decode.device), host)
 
     def program(self, model: ModelCost) -> str:
@@ -145,7 +135,7 @@ class Candidate:
         loaded_on = "cpu" if self.strategy == Strategy.CPU or self.experts_on_host else "cuda"
         dtype = str(model.dtype).removeprefix("torch.")
         loading = [json.dumps(model.name), f"dtype={json.dumps(dtype)}", f"device_map={json.dumps(loaded_on)}"]
-        is_quantized = self.weights is not None and self.strategy != Strategy.CPU_DECODE
+        is_quantized = self.weights is not None
         if is_quantized and not model.comes_quantized:
             ours.append("QuantizedWeightsConfig")
             only = ", only_experts=True" if self.experts_on_host else ""
@@ -166,10 +156,6 @@ class Candidate:
             prepared = [f"quantize_weights(model, {self.weights})"]
 
         generate = ["**inputs", f"{CACHE_ARGUMENT}=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
-        if self.strategy == Strategy.CPU_DECODE:
-            ours.append("DecodeOnCPU")
-            of_weights = "" if self.weights is None else f"weights={self.weights}"
-            generate.append(f"custom_generate=DecodeOnCPU({of_weights})")
         lines = [
             *["import torch"] * is_loaded_by_us,
             *([f"from transformers import {', '.join(of_transformers)}"] if of_transformers else []),
@@ -185,11 +171,7 @@ class Candidate:
 
 
 def gpu_candidates(model: ModelCost, context: int, device_bytes: int) -> list[Candidate]:
-    """
-    The caches to choose from with the model on a GPU: the best quality first, then the fewest transfers.
-
-    Candidates with quantized weights come last.
-    """
+    """The caches to choose from with the model on a GPU: the best quality first, then the fewest transfers."""
     found = [Candidate("stock", Strategy.GPU)]
     for name in BITS if model.shapes else ():
         streamed = "offloaded" if name == "dynamic" else name
@@ -198,11 +180,7 @@ def gpu_candidates(model: ModelCost, context: int, device_bytes: int) -> list[Ca
             found += _with_most_tokens(model, Candidate(streamed, Strategy.BOTH), context, device_bytes)
         found.append(Candidate(streamed, Strategy.STREAMED))
         found += [Candidate(name, Strategy.CPU_ATTENTION)] * model.has_kernel
-        found.append(Candidate(streamed, Strategy.CPU_DECODE))
-    names = ("offloaded", "quantized-{}") if model.shapes else ()
-    return found + [
-        Candidate(name.format(bits), Strategy.CPU_DECODE, bits) for bits in model.quantized_weights for name in names
-    ]
+    return found
 
 
 def expert_candidates(model: ModelCost, context: int, device_bytes: int) -> list[Candidate]:
@@ -215,9 +193,8 @@ def expert_candidates(model: ModelCost, context: int, device_bytes: int) -> list
     if not model.experts.num_bytes:
         return []
     found = gpu_candidates(model.without_experts(), context, device_bytes)
-    chosen = [each for each in found if each.strategy != Strategy.CPU_DECODE]
     widths = [None, *model.quantized_weights]
-    return [replace(each, weights=bits, experts_on_host=True) for bits in widths for each in chosen]
+    return [replace(each, weights=bits, experts_on_host=True) for bits in widths for each in found]
 
 
 def cpu_candidates(model: ModelCost) -> list[Candidate]:

@@ -23,11 +23,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
-from ..decode_phase.moving import HOST, MovableWeights, copy_to_host
+from ..decode_phase.moving import HOST
 from ..decode_step import fuse_where_known
 from ..errors import HybridCacheError
 from ..storage import KVShape
-from ..weights import Width, move_experts_to_host, quantize_weights
+from ..weights import move_experts_to_host, quantize_weights
 from .candidates import Candidate, Strategy, this_machine
 from .model_cost import ModelCost, model_on_meta
 
@@ -113,7 +113,7 @@ class _Layers:
         if candidate.experts_on_host:
             move_experts_to_host(self._model, candidate.weights)
             self._model.to(self._device)
-        elif candidate.weights is not None and candidate.strategy != Strategy.CPU_DECODE:
+        elif candidate.weights is not None:
             quantize_weights(self._model, candidate.weights)
 
     def _last_layers(self) -> range:
@@ -164,7 +164,6 @@ class _Layers:
         together = [_seconds(partial(self._run, rows, self._first, cache))]
         self._fill(cache, rows, self._prompt - self._first - self._last)
         together.append(_seconds(partial(self._run, rows, self._last, cache)))
-        moving = self._move_to_host(cache) if self._candidate.strategy == Strategy.CPU_DECODE else 0.0
         for _ in range(_WARM_UP_STEPS):
             self._run(rows, 1, cache)
         together.append(_median_seconds(partial(self._run, rows, 1, cache)))
@@ -174,7 +173,7 @@ class _Layers:
         first, last, step = (fixed + of_layers).tolist()
         num_chunks = self._context / model.chunk
         prompt = (first + last) / 2 * num_chunks if num_chunks >= 2 else first + last
-        return Measured(prompt + moving, step, len(self._layers))
+        return Measured(prompt, step, len(self._layers))
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
@@ -186,21 +185,6 @@ class _Layers:
         self._layers.extend(kept)
         if forward is not None:
             own["forward"] = forward
-
-    def _move_to_host(self, cache: Any) -> float:
-        """Move weights and cache to host memory, as `DecodeOnCPU` does; return the seconds for all weights."""
-        width = None if self._candidate.weights is None else Width.checked(self._candidate.weights)
-        num_bytes = sum(weight.nbytes for weight in self._model.parameters())
-
-        def move() -> None:
-            weights = MovableWeights(self._model, copy_to_host(self._model, None, width))
-            cache.to(HOST)
-            weights.use_host()
-            weights.free_device()
-
-        seconds, self._device = _seconds(move), HOST
-        fuse_where_known(self._model)
-        return seconds * self._cost.weight_bytes / num_bytes
 
     def _new_cache(self) -> Cache:
         if self._candidate.cache == "stock":

@@ -43,12 +43,10 @@ class QuantizedWeights:
 
     Attributes:
         num_bytes: of all weights, with those that are not quantized.
-        quantized_bytes: of all codes.
         largest_matrix_bytes: of the largest matrix before it is quantized; each expert has its own matrices.
     """
 
     num_bytes: int
-    quantized_bytes: int
     largest_matrix_bytes: int
 
 
@@ -247,7 +245,6 @@ def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
         return None
     return QuantizedWeights(
         num_bytes=sum(codes.get(id(weight), weight.nbytes) for weight in model.parameters()),
-        quantized_bytes=sum(codes.values()),
         largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
     )
 

@@ -268,8 +268,7 @@ def cache_for_budget(
     machine = Machine(device_bytes, host_bytes)
     candidates = gpu_candidates(model, context, device_bytes) if device_bytes else cpu_candidates(model)
     # The weights are loaded already, so neither their place nor their bits can change.
-    taken = [each for each in candidates if each.strategy != Strategy.CPU_DECODE and each.weights is None]
-    plans = [make_plan(model, each, context, machine) for each in taken]
+    plans = [make_plan(model, each, context, machine) for each in candidates if each.weights is None]
     best = recommended(plans)
     if best is None:
         otherwise = " Or load the model on the CPU, and pass gpu_memory=0." if device_bytes else ""

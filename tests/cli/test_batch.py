@@ -313,9 +313,9 @@ def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     assert json.loads(settings)["max_new_tokens"] == NEW_TOKENS
     assert "8 of 8 questions were answered before" in batch.run().stderr
     for options, reason in [
-        (["--bits", "4"], "has 8 answers that were given with cache=dynamic, not quantized. Add --again"),
-        (["--stop", "w1"], "given with stop=None, not ['w1']"),
-        (["--temperature", "0.7", "--top-k", "3"], "given with temperature=0.0, not 0.7"),
+        (["--bits", "4"], "8 answers that were given with --cache dynamic, not with --cache quantized. Add --again"),
+        (["--stop", "w1"], "given without --stop, not with --stop ['w1']"),
+        (["--temperature", "0.7", "--top-k", "3"], "given with --temperature 0.0, not with --temperature 0.7"),
     ]:
         assert reason in batch.run(*options, exit_code=2).stderr
     assert batch.out.read_bytes() == written

@@ -71,6 +71,7 @@ REFUSED = {
     "bits = ": "defaults.toml: Invalid value (at end of document)",
     "[generate]\njson = 1": ": json is true or false, got 1.",
     "bits = 3": "'3' is not one of '8', '4', '2'.",
+    "bits = [8, 4]": "'[8, 4]' is not one of '8', '4', '2'.",
 }
 
 

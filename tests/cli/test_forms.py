@@ -113,8 +113,8 @@ def test_batch_when_a_form_changes_then_asks_again_only_if_told(folder: Path, mo
     (folder / "schema.json").write_text('{"type": "boolean"}')
     ask(folder, [ASKED[0], ASKED[1] | {"choices": ["no"]}, ASKED[2], ASKED[3] | {"schema": None}])
     refused = batch(folder, model, "--schema", folder / "schema.json", code=2)
-    assert "has 2 answers that were given with schema=" in refused
-    assert 'not {"type": "boolean"}. Add --again' in refused
+    assert "has 2 answers that were given with --schema " in refused
+    assert 'not with --schema {"type": "boolean"}. Add --again' in refused
     assert answers(folder) == before
     said = batch(folder, model, "--schema", folder / "schema.json", "--again")
     assert "2 of 4 questions are asked again" in said

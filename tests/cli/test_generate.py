@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_engine(cache: str, model: Path, report: Path, 
 def test_a_model_with_experts_answers_as_one_that_is_loaded_so(tmp_path: Path):
     expert_model("mixtral").save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    found = answered(tmp_path, "w3 w7 w20 w9", "--experts", "host", "--expert-bits", 4)["answer"]
+    found = answered(tmp_path, "w3 w7 w20 w9", "--experts", "host", "--weights", 4)["answer"]
     engine = engine_of(tmp_path, quantization_config=QuantizedWeightsConfig(bits=4, only_experts=True))
     assert found == "".join(engine.ask("w3 w7 w20 w9")).strip()
 

@@ -17,7 +17,6 @@ MISTAKES = {
     ASKED + "--cache offloaded --bits 4": "error: --bits is for --cache quantized, and the cache is offloaded",
     ASKED + "--bits 3": "Invalid value for '--bits': '3' is not one of '8', '4', '2'.",
     ASKED + "--cache stock --cpu-decode yes": "error: --cache stock is transformers' own: drop --cpu-decode.",
-    ASKED + "--expert-bits 4": "error: --expert-bits 4 is for experts in host memory: add --experts host.",
     ASKED + "--device abacus": "--device 'abacus' is not here: this machine has cpu",
     ASKED + "--model ./no/such/folder": "There is no folder",
     ASKED + "--top-p 0.9": "error: --top-p is for sampling",

@@ -106,8 +106,8 @@ def test_plans_when_printed_then_have_a_row_each_in_80_columns():
     lines = printed(*LLAMA, *CARD).splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =", "hf-hybrid-cache")))
     rows = [words[0] for words in map(str.split, lines) if words and words[0] in ("stock", "offloaded", *BITS)]
-    assert rows[:6] == ["stock", "dynamic", "offloaded", "offloaded", "dynamic", "offloaded"]
-    assert rows[6:] == [name for name in BITS if name != "dynamic" for _ in range(5)]
+    assert rows[:5] == ["stock", "dynamic", "offloaded", "offloaded", "dynamic"]
+    assert rows[5:] == [name for name in BITS if name != "dynamic" for _ in range(4)]
 
 
 def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():

@@ -45,7 +45,6 @@ BILLIONS = {
     OLMOE: 6.9,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "openai/gpt-oss-20b": 20.9,
-    "mistralai/Mixtral-8x7B-v0.1": 46.7,
     "deepseek-ai/DeepSeek-V3": 671.0,
 }
 
