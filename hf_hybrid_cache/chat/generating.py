@@ -6,18 +6,19 @@ import weakref
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
-from transformers.generation import BaseStreamer, RepetitionPenaltyLogitsProcessor
+from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from ..cache import HybridCache, contents_of
-from ..cache_argument import cache_argument
+from ..cache_argument import CACHE_ARGUMENT, cache_argument
 from ..decode_step import repeats_rows
 from ..drafts import PromptLookup
 from .choosing import Forming, LogProbabilities, Penalties, Sampling, TokenChoice, generate_arguments
@@ -25,14 +26,16 @@ from .forms import tokenizer_of_forms
 from .prompts import Asked
 from .settings import AnswerSettings, SettingError
 from .thinking import Thought, ThoughtLimit, ThoughtTokens, overlap
+from .turns import Steps, Turns
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 FinishReason = Literal["stop", "length", "context", "interrupted", "tool_calls"]
-# Text of answers, by their numbers, and at the end nothing.
-_Queue = SimpleQueue[tuple[int, str] | None]
-_Job = tuple[Callable[[], None], "Future[None]"]
+# Of each answer its next token, and at the end nothing.
+_Queue = SimpleQueue[list[int] | None]
+# What `generate` prepares for passes in which nothing but tokens and positions follows from those before.
+_PLAIN = {"position_ids", "use_cache", "logits_to_keep", CACHE_ARGUMENT}
 _Pieces = TypeVar("_Pieces", bound=abc.Generator[Any, None, None])
 
 
@@ -90,15 +93,15 @@ class Generator:
     Args:
         model: of any decoder architecture.
         tokenizer: of the model.
+
+    Attributes:
+        turns: of the answers, and of who computes beside them on other threads.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self._model, self._tokenizer = model, tokenizer
-        self._jobs, self._open = SimpleQueue[_Job | None](), weakref.WeakSet[Any]()
-        # One thread for all answers, because libraries keep threads of their own for each. At the end of the program
-        # it must not be at work.
-        threading.Thread(target=_work, args=(self._jobs,), name="answers", daemon=True).start()
-        weakref.finalize(self, _end, self._open, self._jobs)
+        self.turns, self._open = Turns(model), weakref.WeakSet[Any]()
+        weakref.finalize(self, _end, self._open, self.turns)
 
     def closing_at_exit(self, pieces: _Pieces) -> _Pieces:
         """Return a generator of an answer, which is closed, if it is open, before the program ends."""
@@ -140,23 +143,17 @@ class Generator:
             cache: with the first tokens of the prompts.
             into: what is generated.
         """
-        pieces: _Queue = SimpleQueue()
-        stopping = threading.Event()
-        streamer = _Streamer(self._tokenizer, pieces, into)
-
-        def generate() -> None:
-            try:
-                self._generate(input_ids, attention_mask, cache, into, streamer, stopping)
-            finally:
-                pieces.put(None)
-
-        future = Future[None]()
-        self._jobs.put((generate, future))
+        tokens, stopping = _Queue(), threading.Event()
+        future = self.turns.run(self._steps(input_ids, attention_mask, cache, into, tokens.put, stopping))
+        future.add_done_callback(lambda _: tokens.put(None))
         try:
-            yield from _filtered(into, iter(pieces.get, None))
+            with into.meanwhile():
+                try:
+                    yield from _filtered(into, self._words(into, iter(tokens.get, None)))
+                finally:
+                    stopping.set()
+                    _wait_for(future)
         finally:
-            stopping.set()
-            _wait_for(future)
             if isinstance(cache, HybridCache) and future.exception() is None:
                 cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor(into.token_ids, dtype=torch.long)], dim=1))
         future.result()
@@ -230,33 +227,28 @@ class Generator:
         """Return what counts the tokens of an answer's thought."""
         return ThoughtTokens(made.thought, made.most_thinking_tokens, partial(self._decoded, made))
 
-    def _generate(
+    def _words(self, made: "Generation", tokens: Iterator[list[int]]) -> Iterator[tuple[int, str]]:
+        """Yield the texts of answers as words are complete, and nothing where a token completes none."""
+        words = [_Words(self._tokenizer, made) for _ in range(made.num_told)]
+        for count, row in enumerate(tokens, 1):
+            for number, of_answer in enumerate(words):
+                if (end := made.ends[number]) is None or count <= end:
+                    yield from ((number, text) for text in of_answer.after(row[number]))
+        for number, of_answer in enumerate(words):
+            yield from ((number, text) for text in of_answer.rest())
+
+    def _steps(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         cache: Cache,
         made: "Generation",
-        streamer: "_Streamer",
+        put: Callable[[list[int]], None],
         stopping: threading.Event,
-    ) -> None:
+    ) -> Steps:
+        """Generate by greedy search with what `generate` prepares for it, as transformers' own loop does."""
         device, start, settings = self._model.device, input_ids.shape[1], made.settings
         counted = [self.counted(made) for _ in input_ids]
-
-        def is_ended(counted: ThoughtTokens, token_ids: list[int]) -> bool:
-            counted.read(token_ids)
-            return counted.num_answer >= settings.max_new_tokens or self._is_ended(made, token_ids)
-
-        def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-            # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
-            if made.log_probabilities:
-                made.choose(token_ids[:, -1].tolist())
-            if settings.stop or made.thought or len(token_ids) > 1:
-                for row, answer in enumerate(token_ids[:, start:].tolist()):
-                    if made.ends[row] is None and is_ended(counted[row], answer):
-                        made.ends[row] = len(answer)
-            ended = [stopping.is_set() or end is not None for end in made.ends]
-            return torch.tensor(ended, device=token_ids.device)
-
         processors: list[LogitsProcessor] = []
         if made.log_probabilities:  # of what the model says, before all that follows
             processors.append(made.log_probabilities)
@@ -271,16 +263,51 @@ class Generator:
             processors.append(ThoughtLimit(counted, start))
         if len(input_ids) == 1 and settings.drafts and _repeats_rows(self._model, cache):
             made.drafts = PromptLookup(settings.drafts, forced=forming[0].forced if forming else None)
-        self._model.generate(  # type: ignore[operator]
-            input_ids.to(device),
+        token_ids = input_ids.to(device)
+        prepared = self._model.generate(  # type: ignore[operator]
+            token_ids,
             attention_mask=attention_mask.to(device),
             **cache_argument(cache),
-            streamer=streamer,
-            stopping_criteria=[are_ended],
             logits_processor=processors,
-            custom_generate=partial(made.drafts, stand_in=made.stand_in),
+            custom_generate=_prepared,
             **generate_arguments(self._model.generation_config, settings) | {"max_new_tokens": made.most_tokens},
         )
+        model: Any = self._model
+        drafting = made.drafts.drafting(GenerationMixin._sample, model, token_ids, prepared)
+        config, processing, _ = map(prepared.pop, ("generation_config", "logits_processor", "stopping_criteria"))
+        outputs = model._prefill(token_ids, config, prepared)
+        is_plain, positions = _is_plain(model, prepared), prepared.get("position_ids")
+        with closing(drafting) if drafting else nullcontext(), model._optimize_model_for_decode():
+            while True:
+                logits = outputs.logits[:, -1].to(device, torch.float32, copy=bool(processing))
+                tokens = processing(token_ids, logits).argmax(dim=-1, keepdim=True)
+                chosen = tokens[:, 0].tolist()
+                made.add(chosen)
+                for row, (answer, of_thought) in enumerate(zip(made.token_ids, counted, strict=True)):
+                    of_thought.read(answer)
+                    is_long = max(len(answer) - made.most_tokens, of_thought.num_answer - settings.max_new_tokens) >= 0
+                    if made.ends[row] is None and (is_long or self._is_ended(made, answer)):
+                        made.ends[row] = len(answer)
+                put(chosen)
+                if stopping.is_set() or None not in made.ends:
+                    return
+                if processing or not is_plain:
+                    token_ids = torch.cat([token_ids, tokens], dim=1)
+                if not is_plain:
+                    prepared = model._update_model_kwargs_for_generation(outputs, prepared)
+                elif positions is not None:
+                    positions = positions[..., -1:] + 1
+                inputs: dict[str, Any] = {}
+                if drafting and drafting.take(chosen[0]):
+                    pass  # its logits are there
+                elif is_plain:
+                    inputs = {"input_ids": tokens, "position_ids": positions, "return_dict": True} | cache_argument(
+                        cache
+                    )
+                else:
+                    inputs = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **prepared)
+                    inputs["return_dict"] = True
+                outputs = (yield from drafting.steps(inputs)) if drafting else (yield inputs)[0]
 
 
 class Generation:
@@ -293,7 +320,7 @@ class Generation:
         answers: to each question; the seed of each is one more than that of the one before.
         top_logprobs: tokens whose log-probabilities are noted at each place beside the chosen one's; `None` for none,
             and not that one's.
-        stand_in: see `PromptLookup`.
+        meanwhile: what is entered while they are generated.
 
     Attributes:
         asked: the question of each answer.
@@ -305,7 +332,7 @@ class Generation:
         seeds: of each answer; `None` for any.
         num_told: answers to the first question, whose texts are told.
         token_ids: of each answer, and tokens after its end where others are longer.
-        ends: of each answer, its number of tokens; `None` before its end, and where that is the end of all.
+        ends: of each answer, its number of tokens; `None` before its end, and where somebody has ended all.
         log_probabilities: notes those of the next tokens, or nothing.
         choices: of each answer, its tokens with their log-probabilities, if these are noted.
         start: when they were asked, as `time.perf_counter`.
@@ -321,7 +348,7 @@ class Generation:
         settings: AnswerSettings,
         answers: int = 1,
         top_logprobs: int | None = None,
-        stand_in: Callable[[PreTrainedModel], Any] | None = None,
+        meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         room, self.wanted_tokens = min(each.room for each in asked), settings.max_new_tokens
         self.asked, self.num_told = [each for each in asked for _ in range(answers)], answers
@@ -343,58 +370,44 @@ class Generation:
         self.start = self.last = time.perf_counter()
         self.first: float | None = None
         self.is_whole = False
-        self.drafts, self.stand_in = PromptLookup(0), stand_in
+        self.drafts, self.meanwhile = PromptLookup(0), meanwhile
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the next token of each answer."""
+        """Take the next token of each answer, with its log-probability if that is noted and the answer goes on."""
         self.last = time.perf_counter()
         self.first = self.last if self.first is None else self.first
         for row, token in zip(self.token_ids, tokens, strict=True):
             row.append(token)
-
-    def choose(self, tokens: Sequence[int]) -> None:
-        """Note the log-probabilities of the next token of each answer, before it is taken."""
-        assert self.log_probabilities is not None
-        for choices, choice, end in zip(self.choices, self.log_probabilities.of(tokens), self.ends, strict=True):
+        noted = self.log_probabilities.of(tokens) if self.log_probabilities else []
+        for choices, choice, end in zip(self.choices, noted, self.ends, strict=False):
             if end is None:
                 choices.append(choice)
 
 
-class _Streamer(BaseStreamer):
-    """Takes tokens from `generate`, after the prompts, which come first; puts whole words of the answers."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: _Queue, made: Generation):
-        self._made, self._is_prompt = made, True
-        self._words = [_Words(tokenizer, pieces, made, number) for number in range(made.num_told)]
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._is_prompt:
-            self._made.add(value.tolist())
-            for number, words in enumerate(self._words):
-                if (end := self._made.ends[number]) is None or len(self._made.token_ids[number]) <= end:
-                    words.put(value[number : number + 1])
-        self._is_prompt = False
-
-    def end(self) -> None:
-        for words in self._words:
-            words.end()
-
-
 class _Words(TextStreamer):
-    """Puts whole words of one answer."""
+    """Yields whole words of one answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: _Queue, made: Generation, number: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, made: Generation):
         super().__init__(tokenizer, skip_special_tokens=made.thought is None)
-        self._pieces, self._number = pieces, number
-        self._hidden = made.thought.hidden_ids if made.thought else ()
+        self._hidden, self._ready = made.thought.hidden_ids if made.thought else (), [""]
 
-    def put(self, value: torch.Tensor) -> None:
-        self._pieces.put((self._number, ""))
-        if int(value[0]) not in self._hidden:
-            super().put(value)
+    def after(self, token: int) -> list[str]:
+        """Return what is ready after a token: nothing, and then a text if there is one."""
+        if token not in self._hidden:
+            self.put(torch.tensor([token]))
+        return self._take()
+
+    def rest(self) -> list[str]:
+        """Return what is left at the end."""
+        self.end()
+        return self._take()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._pieces.put((self._number, text))
+        self._ready.append(text)
+
+    def _take(self) -> list[str]:
+        ready, self._ready = self._ready, [""]
+        return ready
 
 
 def _filtered(made: Generation, pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -440,22 +453,24 @@ def _repeats_rows(model: PreTrainedModel, cache: Cache) -> bool:
     return all(layer.store_in_place() is not None for layer in contents_of(cache).ours) and repeats_rows(model)
 
 
-def _work(jobs: "SimpleQueue[_Job | None]") -> None:
-    """Do jobs, one after the other, until there is none."""
-    while (job := jobs.get()) is not None:
-        act, future = job
-        try:
-            future.set_result(act())
-        except BaseException as error:
-            future.set_exception(error)
-        del job, act, future  # with what they hold
+def _prepared(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> dict[str, Any]:
+    """Return what `generate` has prepared for a decoding loop."""
+    return prepared
 
 
-def _end(answers: "weakref.WeakSet[Any]", jobs: "SimpleQueue[_Job | None]") -> None:
+def _is_plain(model: Any, prepared: dict[str, Any]) -> bool:
+    """Return whether the arguments of a step are tokens and their positions: no class of a model has others."""
+    methods = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    is_own = any(getattr(type(model), each) is not getattr(GenerationMixin, each) for each in methods)
+    given = {name for name, value in prepared.items() if value is not None}
+    return not is_own and not model.is_remote_code() and given <= _PLAIN
+
+
+def _end(answers: "weakref.WeakSet[Any]", turns: Turns) -> None:
     """End what is generated, and the thread that does it."""
     for answer in list(answers):
         answer.close()
-    jobs.put(None)
+    turns.end()
 
 
 def _wait_for(future: "Future[Any]") -> None:

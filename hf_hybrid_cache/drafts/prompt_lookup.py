@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,6 @@ class PromptLookup:
         input_ids: torch.Tensor,
         *,
         generation_config: GenerationConfig,
-        stand_in: Callable[[PreTrainedModel], Any] | None = None,
         **prepared: Any,
     ) -> Any:
         """
@@ -112,7 +112,6 @@ class PromptLookup:
             model: that generates.
             input_ids: the prompt, `[1, tokens]`.
             generation_config: of the call.
-            stand_in: returns what is called in the place of the model, after the prompt, and has all else of it.
             **prepared: other arguments of the loop.
 
         Returns:
@@ -125,8 +124,7 @@ class PromptLookup:
                 "out, or custom_generate."
             )
         loop = loop_of(model, generation_config, given.get("streamer"))
-        called = model if stand_in is None else stand_in(model)
-        return self.run(loop, called, input_ids, generation_config=generation_config, **given)
+        return self.run(loop, model, input_ids, generation_config=generation_config, **given)
 
     def run(self, loop: Callable[..., Any], model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         """
@@ -141,14 +139,28 @@ class PromptLookup:
         Returns:
             What the loop returns.
         """
+        drafting = self.drafting(loop, model, input_ids, prepared)
+        if drafting is None:
+            return loop(model, input_ids, **prepared)
+        with closing(drafting):
+            return loop(drafting, input_ids, **prepared)
+
+    def drafting(
+        self, loop: Callable[..., Any], model: Any, input_ids: torch.Tensor, prepared: Mapping[str, Any]
+    ) -> "Drafting | None":
+        """
+        Return what drafts tokens in a decoding loop, until it is closed; `None` without drafts.
+
+        Args:
+            loop: of transformers, or that whose place another one takes.
+            model: that it is of.
+            input_ids: the prompt, `[sequences, tokens]`.
+            prepared: all else that the loop takes.
+        """
         if why := self._why_none(loop, model, input_ids, prepared):
             self.without[why] += 1
-            return loop(model, input_ids, **prepared)
-        drafting = _Drafting(self, model, input_ids, prepared)
-        try:
-            return loop(drafting, input_ids, **prepared)
-        finally:
-            drafting.close()
+            return None
+        return Drafting(self, model, input_ids, prepared)
 
     def _why_none(
         self, loop: Callable[..., Any], model: Any, input_ids: torch.Tensor, prepared: Mapping[str, Any]
@@ -193,7 +205,7 @@ class _Pass:
     accepted: int = 0
 
 
-class _Drafting:
+class Drafting:
     """
     Stands in the place of a model in a decoding loop of transformers, which asks it for one token after the other.
 
@@ -216,26 +228,41 @@ class _Drafting:
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **options: Any) -> dict[str, Any]:
         """Take the token that the loop has chosen; return the inputs of its step, none if its logits are there."""
-        token = int(input_ids[0, -1])
+        if self.take(int(input_ids[0, -1])):
+            return {}
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **options)
+        return inputs
+
+    def take(self, token: int) -> bool:
+        """Take the token that the loop has chosen; return whether its logits are there."""
         self._note(token)
         checked = self._pass
         if checked is not None and token in checked.draft[checked.accepted : checked.accepted + 1]:
             checked.accepted += 1
-            return {}
+            return True
         self._settle()
-        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **options)
-        return inputs
+        return False
 
     def __call__(self, **inputs: Any) -> Any:
+        steps = self.steps(inputs)
+        try:
+            given = next(steps)
+            while True:
+                given = steps.send(self._run(given))
+        except StopIteration as end:
+            return end.value
+
+    def steps(self, inputs: dict[str, Any]) -> Generator[dict[str, Any], tuple[Any, float], Any]:
+        """Return the outputs of a step; yields the inputs of a pass if it needs one, for its outputs and seconds."""
         if self._pass is None:
             if not (draft := self._draft(inputs)):
-                outputs, seconds = self._run(inputs)
+                outputs, seconds = yield inputs
                 self._draft_length.note_step(seconds)
                 return outputs
             for layer in _recorders(self._cache):
                 layer.activate_past_recording()
             checked = self._pass = _Pass(draft, self._cache.get_seq_length())
-            checked.outputs, checked.seconds = self._run(_extended(inputs, draft))
+            checked.outputs, checked.seconds = yield _extended(inputs, draft)
         outputs, row = self._pass.outputs, self._pass.accepted
         return type(outputs)(**{**outputs, "logits": outputs.logits[:, row : row + 1]})
 

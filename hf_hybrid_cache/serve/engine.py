@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from sys import getsizeof
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ from ..storage import available_host_bytes
 from ..token_ids import num_common
 from .logprobs import Piece, Telling
 from .protocol import APIError
-from .turns import InTurns, Turns
 
 # A conversation of which so many tokens would be read is looked for in the list of stored prompts.
 _SEARCHED = 128
@@ -104,9 +102,8 @@ class Engine:
         cpu_decode: bool | None = None,
     ):
         self._model, self._store, self._remark = model, store, remark
-        self._template, self._turns = ChatTemplate(tokenizer), Turns(model)
-        # Each generates one answer at a time.
-        self._new_generator, self._generators = partial(Generator, model, tokenizer), list[Generator]()
+        self._template, self._generator = ChatTemplate(tokenizer), Generator(model, tokenizer)
+        self._turns = self._generator.turns
         self.takes_tools = self._template.calls is not None
         self._make, self.context = cache_maker(cache, model, bits, cpu_decode), context_length(model)
         self._most_characters = self.context * max(map(len, tokenizer.get_vocab()))
@@ -138,10 +135,10 @@ class Engine:
         Raises:
             APIError: the prompt does not fit, or memory has ended.
         """
-        with self._turns.taken(), self._generator() as generator:
+        with self._turns.taken():
             require_wanted()
             try:
-                yield from self._answered(prompt, settings, answers, top_logprobs, generator, require_wanted)
+                yield from self._answered(prompt, settings, answers, top_logprobs, require_wanted)
             except PromptError as error:
                 raise APIError(400, str(error), "invalid_prompt") from error
             except SettingError as error:
@@ -154,25 +151,15 @@ class Engine:
                 message = "Memory has ended, so no conversation is in memory now. Ask again, or with a shorter prompt."
                 raise APIError(503, message, "out_of_memory") from error
 
-    @contextlib.contextmanager
-    def _generator(self) -> Iterator[Generator]:
-        """Give a generator that nobody uses."""
-        generator = self._generators.pop() if self._generators else self._new_generator()
-        try:
-            yield generator
-        finally:
-            self._generators.append(generator)
-
     def _answered(
         self,
         prompt: Conversation | str,
         settings: AnswerSettings,
         answers: int,
         top_logprobs: int | None,
-        generator: Generator,
         require_wanted: Callable[[], None],
     ) -> Iterator[Piece | Answered]:
-        template = self._template.given(settings)
+        template, generator = self._template.given(settings), self._generator
         asked = Conversation(()) if isinstance(prompt, str) else prompt
         calls = self._template.calls if asked.functions else None
         settings = calls.held(settings, asked) if calls else settings
@@ -187,8 +174,8 @@ class Engine:
             (token_ids, shared), thought = template.request(prompt.messages, prompt.functions), template.thought
         calls = None if asked.choice == "none" else calls
         thought = calls.after(thought) if calls else thought
-        whole, stand_in = Asked.of("", token_ids, self.context, thought), partial(InTurns, self._turns)
-        made = Generation([whole], settings, answers, top_logprobs, stand_in)
+        whole = Asked.of("", token_ids, self.context, thought)
+        made = Generation([whole], settings, answers, top_logprobs, self._turns.given)
         numbers = range(answers if made.log_probabilities else 0)
         telling = [Telling(made, number, generator) for number in numbers]
 
@@ -241,13 +228,11 @@ class Engine:
             self._keep(running.states)
 
     def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
-        """Return the cache in memory that has most of a prompt, how many tokens, and how many it gains."""
-        begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
-        best = max(range(len(begun)), key=begun.__getitem__, default=None)
-        if best is None:
-            return None, 0, 0
+        """Return the cache in memory that gains most for a prompt, how much of it that has, and the gain, in tokens."""
+        have = [(each, num_common(each.token_ids, token_ids[:-1])) for each in self._held]
         # It loses what it has beside those of the prompt.
-        return self._held[best], begun[best], max(0, 2 * begun[best] - self._held[best].num_tokens)
+        worth = [(held, begun, max(0, 2 * begun - held.num_tokens)) for held, begun in have]
+        return max(worth, key=lambda each: each[2], default=(None, 0, 0))
 
     def _wait_for_others(self, token_ids: list[int], worth: int, require_wanted: Callable[[], None]) -> None:
         """Wait while others read more of a prompt into the store than a cache in memory is worth."""

@@ -1,0 +1,176 @@
+"""Turns of several answers: all that wait for a token get one in the same round, and prompts are read in between."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..decode_step import repeats_rows, run_together
+from ..scalars import MOST_ROWS
+
+# Yields the arguments of a pass of the model, and is sent its outputs, and the seconds that it took beside others.
+Steps = Generator[dict[str, Any], tuple[Any, float], Any]
+
+
+@dataclass(eq=False)
+class _Going:
+    """An answer that is generated, and the arguments of the pass that it waits for, if it waits for one."""
+
+    steps: Steps
+    inputs: dict[str, Any] = field(default_factory=dict)
+    ended: "Future[Any]" = field(default_factory=Future)
+
+
+class Turns:
+    """
+    Generates answers of one model on one thread, and lets those who read prompts on others take turns with it.
+
+    A round is a pass for each answer, run as one where they can be, and the choice of its next token. Between two
+    rounds one of those who read gets the turn: the one that has waited longest. Whoever has the turn computes alone.
+    All answers have one thread, because libraries keep threads of their own for each.
+
+    Args:
+        model: of the answers.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._new = weakref.ref(model), SimpleQueue[_Going | None]()
+        self._lock, self._is_taken, self._has_read = threading.Lock(), False, False
+        # Who waits to read, and for what; and the round that waits.
+        self._reading = list[tuple[Callable[[], bool], Future[None]]]()
+        self._round: Future[None] | None = None
+        # At the end of the program it must not be at work.
+        threading.Thread(target=self._work, name="answers", daemon=True).start()
+
+    def run(self, steps: Steps) -> "Future[Any]":
+        """Run the steps of an answer, beside those of others; return what they will return."""
+        going = _Going(steps)
+        self._new.put(going)
+        return going.ended
+
+    def end(self) -> None:
+        """End the thread, once no answer is generated."""
+        self._new.put(None)
+
+    @contextmanager
+    def taken(self, is_round: bool = False) -> Iterator[None]:
+        """Have the turn within the block, to read, or for a round."""
+        self._take(_always, is_round)
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def given(self, until: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Give the turn away within the block, and after it until something is true that the turns of others change."""
+        self._give()
+        try:
+            yield
+        finally:
+            self._take(until or _always)
+
+    def pause(self, until: Callable[[], bool] | None = None) -> None:
+        """Give the turn away, see `given`, and have it again."""
+        with self.given(until):
+            pass
+
+    def _take(self, until: Callable[[], bool], is_round: bool = False) -> None:
+        future = Future[None]()
+        with self._lock:
+            if is_round:
+                self._round = future
+            else:
+                self._reading.append((until, future))
+            if not self._is_taken:
+                self._pass_on()
+        future.result()
+
+    def _give(self) -> None:
+        with self._lock:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let the next one have the turn, if there is one."""
+        ready = next((each for each in self._reading if each[0]()), None)
+        self._is_taken = True
+        if self._round is not None and (self._has_read or ready is None):
+            following, self._round, self._has_read = self._round, None, False
+            following.set_result(None)
+        elif ready is not None:
+            self._reading.remove(ready)
+            self._has_read = True
+            ready[1].set_result(None)
+        else:
+            self._is_taken = False
+
+    def _work(self) -> None:
+        """Generate what there is, in rounds."""
+        going = list[_Going | None]()
+        while None not in going:
+            if not going:
+                going.append(self._new.get())
+            with self.taken(is_round=True):
+                while not self._new.empty():
+                    going.append(self._new.get())
+                going[:] = self._after_round([each for each in going if each]) + [None] * going.count(None)
+
+    @torch.no_grad()
+    def _after_round(self, going: list[_Going]) -> list[_Going]:
+        """Run a round; return the answers that go on."""
+        model = self._model()
+        assert model is not None  # answers hold it
+        for each in going:
+            if not each.inputs:
+                _go_on(each, partial(next, each.steps))
+        for group in _groups(model, [each for each in going if each.inputs]):
+            start = time.perf_counter()
+            try:
+                outs = run_together(model, [each.inputs | {"return_dict": True} for each in group])
+            except BaseException as error:
+                for each in group:
+                    _go_on(each, partial(each.steps.throw, error))
+                continue
+            seconds = time.perf_counter() - start
+            for each, out in zip(group, outs, strict=True):
+                _go_on(each, partial(each.steps.send, (out, seconds)))
+        return [each for each in going if each.inputs]
+
+
+def _groups(model: PreTrainedModel, going: Sequence[_Going]) -> Iterator[list[_Going]]:
+    """Yield passes that run as one, where a row has the same bits whatever rows come with it; else each alone."""
+    most = MOST_ROWS if len(going) > 1 and repeats_rows(model) else 1
+    group, rows = list[_Going](), 0
+    for each in going:
+        more = each.inputs["input_ids"].numel()
+        if group and rows + more > most:
+            yield group
+            group, rows = [], 0
+        group.append(each)
+        rows += more
+    if group:
+        yield group
+
+
+def _go_on(going: _Going, step: Callable[[], dict[str, Any]]) -> None:
+    """Let an answer take a step, after which it waits for another pass, or has ended."""
+    going.inputs = {}
+    try:
+        going.inputs = step()
+    except StopIteration as end:
+        going.ended.set_result(end.value)
+    except BaseException as error:
+        going.ended.set_exception(error)
+
+
+def _always() -> bool:
+    return True
