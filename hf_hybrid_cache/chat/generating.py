@@ -389,24 +389,24 @@ class _Words(TextStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, made: Generation):
         super().__init__(tokenizer, skip_special_tokens=made.thought is None)
-        self._hidden, self._ready = made.thought.hidden_ids if made.thought else (), [""]
+        self._hidden, self._ready = made.thought.hidden_ids if made.thought else (), list[str]()
 
     def after(self, token: int) -> list[str]:
         """Return what is ready after a token: nothing, and then a text if there is one."""
         if token not in self._hidden:
             self.put(torch.tensor([token]))
-        return self._take()
+        return ["", *self._taken()]
 
     def rest(self) -> list[str]:
         """Return what is left at the end."""
         self.end()
-        return self._take()
+        return self._taken()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._ready.append(text)
 
-    def _take(self) -> list[str]:
-        ready, self._ready = self._ready, [""]
+    def _taken(self) -> list[str]:
+        ready, self._ready = self._ready, []
         return ready
 
 
