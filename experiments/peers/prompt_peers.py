@@ -32,8 +32,9 @@ ROWS = {
     row.name: row
     for row in [
         Row("stock", 16, 16),
-        *(Row("ours", 16, bits) for bits in (8, 4, 2)),
-        *(Row(engine, *bits) for engine in ("ours", *LIBRARIES) for bits in _BITS),
+        *(Row("ours", weight_bits, bits) for weight_bits in (16, 8, 4) for bits in (16, 8, 4)),
+        Row("ours", 16, 2),
+        *(Row(engine, *bits) for engine in LIBRARIES for bits in _BITS),
         *(Row(engine, bits, 16) for engine in LIBRARIES for bits in (8, 4)),
     ]
 }

@@ -32,7 +32,7 @@ class ChannelScaling:
                 f"{self.weights.dtype} {list(shape)}."
             )
         try:
-            invertible = bool(torch.isfinite(self.weights).all() and torch.isfinite(self.inverse).all())
+            invertible = bool(np.isfinite(self.weights.numpy()).all() and np.isfinite(self.inverse_array).all())
         except torch.linalg.LinAlgError:
             invertible = False
         if not invertible:

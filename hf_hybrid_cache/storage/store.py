@@ -1,5 +1,6 @@
 """Keys and values of one layer in one place, as tokens come and go: where new ones are, and when blocks are packed."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -459,7 +460,7 @@ class Store(TokenStore):
     def _require_finite(self, states: Pair, num_blocks: int) -> None:
         for each in states:
             # A sum is quick, but may be infinite although all numbers are finite.
-            if not torch.isfinite(each.sum()) and not torch.isfinite(each).all():
+            if not math.isfinite(each.sum()) and not torch.isfinite(each).all():
                 raise self._not_finite(num_blocks, "infinite, or not a number")
 
     def _not_finite(self, num_blocks: int, reason: str) -> ValueError:

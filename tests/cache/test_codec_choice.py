@@ -122,12 +122,27 @@ def test_the_choice_stays_through_reset_crop_reorder_copies_and_files(place: str
         assert each.codecs == chosen
 
 
-def attend(cache: HybridCache, num_tokens: int) -> None:
+def attend(cache: HybridCache, num_tokens: int, overwrites: bool = False) -> None:
     """Store states of all layers, and attend to them with queries that have their own scales."""
     for layer in range(3):
         query = states(num_tokens, 20 + layer).repeat(1, 2, 1, 1).flip(3)
-        held = cache.update(states(num_tokens, 30 + layer), states(num_tokens, 40 + layer), layer)
+        new = states(num_tokens, 30 + layer), states(num_tokens, 40 + layer)
+        held = cache.update(*new, layer)
+        for each in new if overwrites else ():
+            each.zero_()
         scaled_dot_product_attention(query, *held, enable_gqa=True)
+
+
+@pytest.mark.parametrize("num_tokens", [UNTIL_QUANTIZED, UNTIL_QUANTIZED + 1, 400])
+def test_codes_of_a_prompt_when_its_caller_overwrites_what_it_gave_then_are_the_same(num_tokens: int):
+    ours, theirs = (HybridCache(CONFIG, PLACES["host"], codec=minmax(4)) for _ in range(2))
+    attend(ours, num_tokens)
+    attend(theirs, num_tokens, overwrites=True)
+    assert are_fitted(ours) == [num_tokens > UNTIL_QUANTIZED] * 3
+    assert theirs.codecs == ours.codecs
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
+        assert torch.equal(layer.values, other.values)
 
 
 @pytest.mark.parametrize("place", [*PLACES, "split"])
