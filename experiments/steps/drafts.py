@@ -114,7 +114,7 @@ def asked(task: Task, tokenizer: Any, num_tokens: int, new_tokens: int) -> Asked
     start = document.index("\n", len(document) // 2) + 1
     if task.asked is None:
         passage = document[start : start + PASSAGE]
-        text = "\n\n\n".join((document, passage, passage[: passage.index("\n", PASSAGE // 4) + 1]))
+        text = "\n\n\n".join((document, passage, passage[: passage.index("\n", len(passage) // 4) + 1]))
         return Asked(tokenizer(text, return_tensors="pt", verbose=False)["input_ids"], None)
     messages = [{"role": "user", "content": f"{document}\n\n{task.asked}"}]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
