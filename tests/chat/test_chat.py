@@ -54,6 +54,20 @@ def test_what_is_taken_back_leaves_no_trace_in_few_bits(cache: str, family: str)
     assert talk(three, two, "undo", "undo", "all", one, "all", two, "forget", one)[-3:] == [*plain, plain[0]]
 
 
+# Whole prompts
+
+
+def test_text_when_completed_then_is_the_whole_prompt_and_no_turn():
+    model = model_of()
+    chat = chat_of(model)
+    said(chat, QUESTIONS[0])
+    pieces = "".join(chat.complete(TEXT))
+    assert chat.last is not None
+    assert chat.last.token_ids == generated(model, tokenizer()(TEXT)["input_ids"])
+    assert pieces.strip() == chat.last.text
+    assert [turn.question for turn in chat.turns] == [QUESTIONS[0]]
+
+
 # Several at once
 
 
