@@ -2,7 +2,9 @@
 
 import operator
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import groupby
 from numbers import Real
 from typing import Any
 
@@ -115,3 +117,9 @@ def duration_text(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def ranges_text(numbers: Iterable[int], separator: str = ",") -> str:
+    """Return numbers as text such as `0-3,8`, in order."""
+    runs = ([each for _, each in run] for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0]))
+    return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

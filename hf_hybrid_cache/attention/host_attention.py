@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 from weakref import ref
 
@@ -96,11 +96,14 @@ class HostAttention:
     Attention to tokens in host memory, for all layers of a cache, with the memory that the kernels work in.
 
     Queries and results cross between a device and the host through page-locked memory.
+
+    Attributes:
+        running: what runs beside this thread, to be waited for.
     """
 
     def __init__(self, stats: CacheStats):
         self._thread = KernelThread()
-        self._running: list[Future] = []
+        self.running: list[Future] = []
         self._stats = stats
         self._masks, self._ranges = MadeOfMasks(in_host_memory), MadeOfMasks(seen_ranges)
         self.reset()
@@ -155,8 +158,8 @@ class HostAttention:
         """
         Return a function that attends like `partial`, to be called once others have been; it waits for the result.
 
-        Few queries of an accelerator, which attends to other tokens meanwhile, begin at once beside this thread: call
-        `wait` in any case. `on_end` is told whether the accelerator was done when the kernel ended.
+        Few queries of an accelerator, which attends to other tokens meanwhile, begin at once beside this thread, and
+        are `running`. `on_end` is told whether the accelerator was done when the kernel ended.
         """
         query = queries.states
         if query.is_cpu or query.shape[2] > MAX_QUERIES or queries.are_causal:
@@ -176,14 +179,9 @@ class HostAttention:
             out, lse = future.result()
             return PartialAttention(_on_device(out, query.device), _on_device(lse, query.device))
 
-        self._running.append(self._thread.submit(run))  # in one line, so that whatever comes next, it is waited for
-        future = self._running[-1]
+        self.running.append(self._thread.submit(run))  # in one line, so that whatever comes next, it is waited for
+        future = self.running[-1]
         return result
-
-    def wait(self) -> None:
-        """Wait for what runs beside this thread."""
-        wait(self._running)
-        self._running.clear()
 
     def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], PartialAttention]:
         """Start to copy few queries to the host, and return a function that attends with them, on any thread."""

@@ -4,6 +4,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 
 import torch
@@ -112,7 +113,8 @@ class StoredAttention:
                 return parts[0]().out.to(query.dtype)
             return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
         finally:
-            self._host.wait()
+            wait(self._host.running)
+            self._host.running.clear()
 
     def _parts(self, queries: Queries, store: AnyStore) -> list[_Part]:
         """List the parts of a layer; all processes of a group are one."""

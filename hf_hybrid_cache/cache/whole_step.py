@@ -63,16 +63,18 @@ class WholeSteps:
             self.num_left = min((_growing(store).make_place() for store in stores), default=_ANY_NUMBER)
             self.why_none = "" if self.num_left else "a layer of the cache chooses its codec"
         stores = stores if self.num_left else []
-        self.blocks, self.prefixes = [blocks_of(_growing(store)) for store in stores], dict[int, StoredBlocks]()
+        growing = [_growing(store) for store in stores]
+        self.blocks, self.prefixes = [blocks_of(store) for store in growing], dict[int, StoredBlocks]()
         for index, store in enumerate(stores):
             if isinstance(store, SharedPrefix) and isinstance(store.prefix, Store):
                 self.prefixes[index] = blocks_of(store.prefix)
-        self._layers, self._stores = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
-        self._places, self._versions = [each.place for each in self.blocks], [store.version for store in stores]
+        self._layers, self._held = [weakref.ref(layer) for layer in ours], [weakref.ref(store) for store in stores]
+        self._stores = [weakref.ref(store) for store in growing]
+        self._places, self._versions = [each.place for each in self.blocks], [store.version for store in growing]
 
     @property
-    def stores(self) -> list[Store | SharedPrefix]:
-        """The stores of the layers."""
+    def stores(self) -> list[Store]:
+        """The stores of the layers to which tokens come."""
         found = [store() for store in self._stores]
         return [store for store in found if store is not None]
 
@@ -80,13 +82,13 @@ class WholeSteps:
         """Return whether a step may follow in this cache, of which nothing but these steps has changed a layer."""
         if self._cache() is not cache or not self.num_left:
             return False
-        for layer_of, store_of, place, version in zip(
-            self._layers, self._stores, self._places, self._versions, strict=True
+        for layer_of, held_by, store_of, place, version in zip(
+            self._layers, self._held, self._stores, self._places, self._versions, strict=True
         ):
-            layer, store = layer_of(), store_of()
-            if layer is None or store is None or not layer.still_has(store):
+            layer, held, store = layer_of(), held_by(), store_of()
+            if layer is None or held is None or store is None or not layer.still_has(held):
                 return False
-            if store.version != version or place_of(_growing(store)) != place:
+            if store.version != version or place_of(store) != place:
                 return False
         return True
 
@@ -106,8 +108,7 @@ class WholeSteps:
     def count_next(self, length: int) -> None:
         """Count the tokens of the next step in the records; the stores count them once they are written."""
         for store, blocks in zip(self.stores, self.blocks, strict=True):
-            growing = _growing(store)
-            blocks.count(growing.own_tokens + length, growing.hidden_from_next())
+            blocks.count(store.own_tokens + length, store.hidden_from_next())
 
     def end(self, length: int, queries: Callable[[], Iterable[tuple[int, torch.Tensor]]]) -> None:
         """
@@ -121,10 +122,10 @@ class WholeSteps:
         stores = self.stores
         try:
             for store in stores:
-                _growing(store).note_written(length)
+                store.note_written(length)
         except BaseException:
             for store in stores:
-                _growing(store).forget_uncounted(length)
+                store.forget_uncounted(length)
             raise
         if self.indices:
             cache._passes.note_reached(self.indices[-1])

@@ -122,9 +122,11 @@ class Recording:
     weights: list[Any] = field(default_factory=list)
 
 
-class Recorder:
+class Recorder(TorchFunctionMode):
     """
     Records stages one after the other, as they are called with one token of one sequence.
+
+    It sees the functions of torch that they call, and `_Operations` those that the dispatcher sees.
 
     Args:
         cache: of which all layers of attention keep all tokens. What `update` is given there is noted.
@@ -136,6 +138,7 @@ class Recorder:
     """
 
     def __init__(self, cache: HybridCache, opaque: set[type]):
+        super().__init__()
         self.recording, self.cache, self._opaque = Recording(), cache, opaque
         self._keys: dict[int, int] = {}  # of storages, by their addresses
         self._alive: list[Any] = []  # so that nothing else comes to their addresses
@@ -163,7 +166,7 @@ class Recorder:
         self._take_arguments(stage, module, args, options)
         tracked = self._tracked(module)
         try:
-            with _Functions(self), _Operations(self):
+            with self, _Operations(self):
                 result = tracked(*args, **options)
         finally:
             for each in tracked.modules():  # which hold themselves by it
@@ -218,8 +221,9 @@ class Recorder:
         self._modules.pop()
         return result
 
-    def function(self, function: Any, args: Any, options: Any) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch; record it if it is a product with a weight."""
+        options = kwargs or {}
         if self._paused:
             return function(*args, **options)
         if function in _READERS:
@@ -495,15 +499,6 @@ class Recorder:
             if attended is not out:
                 self.write("copy", out, attended)
         return out
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.function(func, args, kwargs or {})
 
 
 class _Operations(TorchDispatchMode):

@@ -344,7 +344,7 @@ class HybridLayer(CacheLayerMixin):
             HostMemoryError: host memory would not suffice.
         """
         self.crop((num_tokens if recent is None else recent.start) - self.get_seq_length())
-        if recent is not None and recent.keys.shape[2]:
+        if recent is not None and recent.states[0].shape[2]:
             assert self._store is not None
             self._store.extend_recent(recent)
 

@@ -138,8 +138,8 @@ class WindowLayer(HybridLayer):
         store = self.usable_store()
         if store is None or not store.num_tokens:
             return None
-        keys, values = store.read_copy()
-        return RecentStates(store.num_tokens - keys.shape[2], None, keys, values)
+        states = store.read_copy()
+        return RecentStates(store.num_tokens - states[0].shape[2], None, states)
 
     def go_back(self, num_tokens: int, recent: RecentStates | None) -> None:
         if recent is None:

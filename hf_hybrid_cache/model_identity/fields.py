@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from inspect import signature
-from itertools import groupby, product
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..cache import HybridCache
 from ..codecs import describe, weights_of
 from ..kernels.vector import processor
 from ..layers import HybridLayer
+from ..scalars import ranges_text
 from ..weights import QUANT_METHOD
 from .identity import RANK, Identity, ModelIdentityError, digest_of
 from .weights import digest_of_tensors, is_longrope, stored_tensors
@@ -129,7 +130,7 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "attention", str(text._attn_implementation)
     yield "experts", str(getattr(text, "_experts_implementation", None))
     yield "device", "+".join(sorted(devices)) or "cpu"
-    yield "layers", f"{_ranges(layers)} of {len(cache.layers)}"
+    yield "layers", f"{ranges_text(layers, ', ') or 'none'} of {len(cache.layers)}"
     yield "codecs", _codecs_of(cache)
     yield "threads", str(torch.get_num_threads())
     yield "processor", torch.backends.cpu.get_cpu_capability()
@@ -190,13 +191,7 @@ def _codecs_of(cache: HybridCache) -> str:
             tree["weights"] = digest_of_tensors(dict(sorted(weights.items())))
         text = " ".join([tree.pop("name"), *(f"{key}={value}" for key, value in sorted(tree.items()))])
         layers.setdefault(text, []).append(index)
-    return "; ".join(f"{_ranges(indices)}: {text}" for text, indices in layers.items()) or "none"
-
-
-def _ranges(indices: Iterable[int]) -> str:
-    """Return sorted indices as text, such as "0-3, 7"; "none" for none."""
-    runs = ([index for _, index in run] for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]))
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+    return "; ".join(f"{ranges_text(indices, ', ')}: {text}" for text, indices in layers.items()) or "none"
 
 
 def longest_text(model: PreTrainedModel) -> int | None:

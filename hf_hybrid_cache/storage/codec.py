@@ -261,7 +261,7 @@ class CodecChoice:
         return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
 
 
-_MOST_QUERIES = 64
+_MOST_QUERIES = 512
 # Blocks by which a codec is chosen, spread over the first states that are quantized.
 _SAMPLED_BLOCKS = 16
 _QUANTIZED_AT_ONCE = 64 * GRANULE

@@ -175,7 +175,7 @@ class SplitStore(TokenStore):
             super().extend_recent(recent)
             return
         self._scratch.release()
-        self.ends.reserve(self.num_tokens + recent.keys.shape[2] - recent.host_tokens)
+        self.ends.reserve(self.num_tokens + recent.states[0].shape[2] - recent.host_tokens)
         self.write(*recent.states, host_tokens=recent.host_tokens)
 
     def run_for(self, part: str, num_entries: int) -> HostBlocks:

@@ -23,23 +23,17 @@ class RecentStates(NamedTuple):
     Attributes:
         start: number of tokens before them, which stay as they are while others follow.
         host_tokens: tokens of a split layer that are in host memory; `None` to let its layout decide.
-        keys: `[batch, num_kv_heads, tokens, head_dim]`.
-        values: likewise.
+        states: keys and values, `[batch, num_kv_heads, tokens, head_dim]`.
     """
 
     start: int
     host_tokens: int | None
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def states(self) -> Pair:
-        return self.keys, self.values
+    states: Pair
 
     def of_sequences(self, indices: torch.Tensor) -> "RecentStates":
         """Return the states of some sequences, in that order."""
         keys, values = (each.index_select(0, indices.to(each.device)) for each in self.states)
-        return self._replace(keys=keys, values=values)
+        return self._replace(states=(keys, values))
 
 
 class TokenStore(ABC):
@@ -190,7 +184,7 @@ class TokenStore(ABC):
 
     def recent_states(self) -> RecentStates:
         """Copy the states that later tokens would quantize."""
-        return RecentStates(self.num_settled, None, *self.copy_from(self.num_settled))
+        return RecentStates(self.num_settled, None, self.copy_from(self.num_settled))
 
     def entries(self) -> dict[str, int]:
         """Return how many entries there are of each part of the layer, by its name in a file."""

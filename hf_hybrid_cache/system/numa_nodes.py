@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..errors import HybridCacheError
-from ..scalars import as_integer
+from ..scalars import as_integer, ranges_text
 
 NODES = Path("/sys/devices/system/node")
 # Numbers of the system call, for which the C library has no function.
@@ -57,7 +57,7 @@ def bind_to_node(node: int | Literal["all"]) -> None:
         numbers = [number for number, each in nodes.items() if each.memory_bytes]
         if not numbers:
             raise NodeError(f"There are no nodes to take memory of in turn: {NODES} tells of none.")
-        _take_memory(_MPOL_INTERLEAVE, numbers, f"Memory is not spread over nodes {_ranges(numbers)}")
+        _take_memory(_MPOL_INTERLEAVE, numbers, f"Memory is not spread over nodes {ranges_text(numbers)}")
         return
     number = as_integer(node)
     if number is None:
@@ -71,8 +71,8 @@ def bind_to_node(node: int | Literal["all"]) -> None:
     processors = nodes[number].processors & allowed
     if not processors:
         raise NodeError(
-            f"This process may use processors {_ranges(allowed)}, as its container or taskset has it, and none of them "
-            f"is in node {number}: {there}."
+            f"This process may use processors {ranges_text(allowed)}, as its container or taskset has it, and none of "
+            f"them is in node {number}: {there}."
         )
     try:
         os.sched_setaffinity(0, processors)
@@ -106,7 +106,7 @@ def _nodes() -> dict[int, _Node]:
 def _described(item: tuple[int, _Node]) -> str:
     """Describe a node in a few words."""
     number, node = item
-    processors = f"processors {_ranges(node.processors)}" if node.processors else "no processors"
+    processors = f"processors {ranges_text(node.processors)}" if node.processors else "no processors"
     return f"node {number} ({processors}, {node.memory_bytes / 2**30:.1f} GiB)"
 
 
@@ -114,13 +114,6 @@ def _numbers(text: str) -> frozenset[int]:
     """Return the numbers in a text such as `0-3,8`."""
     pairs = (part.split("-") for part in text.strip().split(",") if part)
     return frozenset(number for pair in pairs for number in range(int(pair[0]), int(pair[-1]) + 1))
-
-
-def _ranges(numbers: Collection[int]) -> str:
-    """Return a text such as `0-3,8` of numbers."""
-    firsts = sorted(number for number in numbers if number - 1 not in numbers)
-    lasts = sorted(number for number in numbers if number + 1 not in numbers)
-    return ",".join(f"{one}-{other}" if one < other else f"{one}" for one, other in zip(firsts, lasts, strict=True))
 
 
 def _take_memory(policy: int, numbers: Collection[int], failure: str) -> None:

@@ -265,7 +265,7 @@ class StoreMachine(RuleBasedStateMachine):
         recent = self.store.recent_states()
         self.store.append(*self.new(count))
         self.store.truncate(recent.start)
-        if recent.keys.shape[2]:
+        if recent.states[0].shape[2]:
             self.store.extend_recent(recent)
 
     @precondition(lambda self: not self.is_divided)
