@@ -147,7 +147,7 @@ class Generator:
         future = self.turns.run(self._steps(input_ids, attention_mask, cache, into, tokens.put, stopping))
         future.add_done_callback(lambda _: tokens.put(None))
         try:
-            with into.meanwhile():
+            with into.meanwhile(future.done):
                 try:
                     yield from _filtered(into, self._words(into, iter(tokens.get, None)))
                 finally:
@@ -301,12 +301,9 @@ class Generator:
                 if drafting and drafting.take(chosen[0]):
                     pass  # its logits are there
                 elif is_plain:
-                    inputs = {"input_ids": tokens, "position_ids": positions, "return_dict": True} | cache_argument(
-                        cache
-                    )
+                    inputs = {"input_ids": tokens, "position_ids": positions, **cache_argument(cache)}
                 else:
                     inputs = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **prepared)
-                    inputs["return_dict"] = True
                 outputs = (yield from drafting.steps(inputs)) if drafting else (yield inputs)[0]
 
 
@@ -320,7 +317,7 @@ class Generation:
         answers: to each question; the seed of each is one more than that of the one before.
         top_logprobs: tokens whose log-probabilities are noted at each place beside the chosen one's; `None` for none,
             and not that one's.
-        meanwhile: what is entered while they are generated.
+        meanwhile: what is entered while they are generated; it is given what says whether they are.
 
     Attributes:
         asked: the question of each answer.
@@ -348,7 +345,7 @@ class Generation:
         settings: AnswerSettings,
         answers: int = 1,
         top_logprobs: int | None = None,
-        meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
+        meanwhile: Callable[[Callable[[], bool]], AbstractContextManager[object]] = nullcontext,
     ):
         room, self.wanted_tokens = min(each.room for each in asked), settings.max_new_tokens
         self.asked, self.num_told = [each for each in asked for _ in range(answers)], answers

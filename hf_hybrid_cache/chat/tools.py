@@ -213,7 +213,8 @@ class CallForm:
             known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
             found = re.compile(rf"({known})(?![\w-]){self._header()}").match(text, start)
             if not found:
-                return ([] if "{" in text[start:] else None), 0
+                # Arguments begin with a brace; what is between a name and them may have some, too.
+                return ([] if text.count("{", start) > self.middle.count("{") else None), 0
             start = found.end()
         if text[start : start + 1] not in ("", "{", "["):
             return [], 0

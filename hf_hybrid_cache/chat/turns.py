@@ -45,55 +45,64 @@ class Turns:
     def __init__(self, model: PreTrainedModel):
         self._model, self._new = weakref.ref(model), SimpleQueue[_Going | None]()
         self._lock, self._is_taken, self._has_read = threading.Lock(), False, False
-        # Who waits to read, and for what; and the round that waits.
+        # Who waits to read, and for what; and the next round, from the time it is asked for until it begins.
         self._reading = list[tuple[Callable[[], bool], Future[None]]]()
         self._round: Future[None] | None = None
-        # At the end of the program it must not be at work.
-        threading.Thread(target=self._work, name="answers", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread.start()
 
     def run(self, steps: Steps) -> "Future[Any]":
         """Run the steps of an answer, beside those of others; return what they will return."""
         going = _Going(steps)
-        self._new.put(going)
+        with self._lock:  # before whoever has read gives its turn away, so that nobody reads in between
+            self._new.put(going)
+            self._next_round()
         return going.ended
 
     def end(self) -> None:
-        """End the thread, once no answer is generated."""
+        """End the thread, once no answer is generated: at the end of the program it must not be at work."""
         self._new.put(None)
+        if self._thread is not threading.current_thread():  # on which the last one who knows it may be forgotten
+            self._thread.join()
 
     @contextmanager
-    def taken(self, is_round: bool = False) -> Iterator[None]:
-        """Have the turn within the block, to read, or for a round."""
-        self._take(_always, is_round)
+    def taken(self) -> Iterator[None]:
+        """Have the turn within the block."""
+        future = Future[None]()
+        with self._lock:
+            self._reading.append((_always, future))
+            if not self._is_taken:
+                self._pass_on()
+        future.result()
         try:
             yield
         finally:
             self._give()
 
     @contextmanager
-    def given(self, until: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Give the turn away within the block, and after it until something is true that the turns of others change."""
-        self._give()
+    def given(self, until: Callable[[], bool]) -> Iterator[None]:
+        """Give the turn away within the block; have it again once something is true that the turns of others change."""
+        future = Future[None]()
+        with self._lock:  # before those who wait for nothing else, so that what has ended is told before others read
+            self._reading.insert(0 if until is not _always else len(self._reading), (until, future))
+            self._pass_on()
         try:
             yield
         finally:
-            self._take(until or _always)
+            future.result()
 
     def pause(self, until: Callable[[], bool] | None = None) -> None:
         """Give the turn away, see `given`, and have it again."""
-        with self.given(until):
+        with self.given(until or _always):
             pass
 
-    def _take(self, until: Callable[[], bool], is_round: bool = False) -> None:
-        future = Future[None]()
-        with self._lock:
-            if is_round:
-                self._round = future
-            else:
-                self._reading.append((until, future))
+    def _next_round(self) -> "Future[None]":
+        """Ask for a round, if nobody has; return what has a result once it has the turn."""
+        if self._round is None:
+            self._round = Future()
             if not self._is_taken:
                 self._pass_on()
-        future.result()
+        return self._round
 
     def _give(self) -> None:
         with self._lock:
@@ -104,8 +113,8 @@ class Turns:
         ready = next((each for each in self._reading if each[0]()), None)
         self._is_taken = True
         if self._round is not None and (self._has_read or ready is None):
-            following, self._round, self._has_read = self._round, None, False
-            following.set_result(None)
+            self._has_read = False
+            self._round.set_result(None)
         elif ready is not None:
             self._reading.remove(ready)
             self._has_read = True
@@ -119,10 +128,15 @@ class Turns:
         while None not in going:
             if not going:
                 going.append(self._new.get())
-            with self.taken(is_round=True):
+            with self._lock:
+                following = self._next_round()
+            following.result()
+            with self._lock:
+                self._round = None
                 while not self._new.empty():
                     going.append(self._new.get())
-                going[:] = self._after_round([each for each in going if each]) + [None] * going.count(None)
+            going[:] = self._after_round([each for each in going if each]) + [None] * going.count(None)
+            self._give()
 
     @torch.no_grad()
     def _after_round(self, going: list[_Going]) -> list[_Going]:

@@ -228,11 +228,13 @@ class Engine:
             self._keep(running.states)
 
     def _best_held(self, token_ids: list[int]) -> tuple[TrackedCache | None, int, int]:
-        """Return the cache in memory that gains most for a prompt, how much of it that has, and the gain, in tokens."""
-        have = [(each, num_common(each.token_ids, token_ids[:-1])) for each in self._held]
+        """Return the cache in memory that has most of a prompt, how many tokens, and how many it gains."""
+        begun = [num_common(each.token_ids, token_ids[:-1]) for each in self._held]
+        best = max(range(len(begun)), key=begun.__getitem__, default=None)
+        if best is None:
+            return None, 0, 0
         # It loses what it has beside those of the prompt.
-        worth = [(held, begun, max(0, 2 * begun - held.num_tokens)) for held, begun in have]
-        return max(worth, key=lambda each: each[2], default=(None, 0, 0))
+        return self._held[best], begun[best], max(0, 2 * begun[best] - self._held[best].num_tokens)
 
     def _wait_for_others(self, token_ids: list[int], worth: int, require_wanted: Callable[[], None]) -> None:
         """Wait while others read more of a prompt into the store than a cache in memory is worth."""

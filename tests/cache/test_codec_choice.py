@@ -134,7 +134,7 @@ def attend(cache: HybridCache, num_tokens: int, overwrites: bool = False) -> Non
 
 
 @pytest.mark.parametrize("num_tokens", [UNTIL_QUANTIZED, UNTIL_QUANTIZED + 1, 400])
-def test_codes_of_a_prompt_when_its_caller_overwrites_what_it_gave_then_are_the_same(num_tokens: int):
+def test_codes_when_a_caller_overwrites_what_it_gave_then_are_the_same(num_tokens: int):
     ours, theirs = (HybridCache(CONFIG, PLACES["host"], codec=minmax(4)) for _ in range(2))
     attend(ours, num_tokens)
     attend(theirs, num_tokens, overwrites=True)

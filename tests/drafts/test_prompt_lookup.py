@@ -193,7 +193,7 @@ def test_filled_cache_and_prefix_store_go_on_with_drafts(tmp_path: Any):
 
 
 def test_draft_goes_on_after_a_token_that_an_edit_has_changed():
-    """Of five tokens in a row no three can be found again before two of them are there."""
+    """A match has three tokens in a row, so without that only the last two of five would be drafted."""
     prompt, drafts = torch.randperm(96, generator=torch.Generator().manual_seed(0))[None], lookup()
     edited = prompt[0].tolist()
     edited[5::6] = [96 + place for place in range(len(edited[5::6]))]

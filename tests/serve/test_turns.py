@@ -36,7 +36,7 @@ class Asked:
         model.register_forward_pre_hook(self._note, with_kwargs=True)
         self.model, self.looks = model, 0
         store = PrefixStore(folder / "store", identity="notes passes")
-        self._engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
+        self.engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
 
     def _note(self, _module: Any, _: Any, inputs: dict[str, Any]) -> None:
         [token_ids] = inputs["input_ids"].tolist()
@@ -44,7 +44,7 @@ class Asked:
         self.log.append((id(passed_cache(inputs)), token_ids))
 
     def ask(self, prompt: str, tokens: int = 5, look: Callable[[], object] = lambda: None) -> tuple[str, Answered]:
-        *pieces, end = self._engine.answer(prompt, AnswerSettings(max_new_tokens=tokens, drafts=0), look)
+        *pieces, end = self.engine.answer(prompt, AnswerSettings(max_new_tokens=tokens, drafts=0), look)
         assert isinstance(end, Answered)
         return "".join(piece.text for piece in pieces if not isinstance(piece, Answered)), end
 
@@ -131,6 +131,32 @@ def test_a_token_comes_after_each_chunk_and_a_short_question_waits_for_one(asked
     for step, following in pairwise(asker_passes[1:]):
         assert sum(step < index < following for index in of_talk) == 1
     assert sum(first_turn[0] <= chunk < asker_passes[1] for chunk in chunks) <= 1
+
+
+def test_a_short_prompt_that_is_read_is_answered_before_the_next_chunk(asked: Asked):
+    """Nobody else is answered beside it and the long prompt."""
+    chunks, settings, short = list[int](), AnswerSettings(max_new_tokens=1, drafts=0), list[Any]()
+
+    def note() -> None:
+        chunks.append(sum(len(token_ids) == CHUNK for _, token_ids in asked.log))
+
+    def answer() -> None:
+        for piece in asked.engine.answer("Who?", settings, lambda: None):
+            if isinstance(piece, Answered):
+                note()
+
+    def begin(tokens: int) -> None:
+        if tokens == CHUNK and not short:
+            short.append(pool.submit(answer))
+        if tokens < CHUNK and not chunks:  # of the short prompt
+            note()
+
+    asked.before = begin
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(asked.ask, DOCUMENT).result()
+        short[0].result()
+    at_its_pass, at_its_end = chunks
+    assert at_its_pass == at_its_end
 
 
 def test_memory_that_ends_in_one_answer_leaves_the_others_theirs(asked: Asked):
