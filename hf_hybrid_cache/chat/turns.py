@@ -21,6 +21,10 @@ from ..scalars import MOST_ROWS
 Steps = Generator[dict[str, Any], tuple[Any, float], Any]
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(eq=False)
 class _Going:
     """An answer that is generated, and the arguments of the pass that it waits for, if it waits for one."""
@@ -35,8 +39,9 @@ class Turns:
     Generates answers of one model on one thread, and lets those who read prompts on others take turns with it.
 
     A round is a pass for each answer, run as one where they can be, and the choice of its next token. Between two
-    rounds one of those who read gets the turn: the one that has waited longest. Whoever has the turn computes alone.
-    All answers have one thread, because libraries keep threads of their own for each.
+    rounds one of the others gets the turn: first who waits for something that is true by now, such as the end of an
+    answer, then who has waited longest to read. Whoever has the turn computes alone. All answers have one thread,
+    because libraries keep threads of their own for each.
 
     Args:
         model: of the answers.
@@ -91,9 +96,9 @@ class Turns:
         finally:
             future.result()
 
-    def pause(self, until: Callable[[], bool] | None = None) -> None:
+    def pause(self, until: Callable[[], bool] = _always) -> None:
         """Give the turn away, see `given`, and have it again."""
-        with self.given(until or _always):
+        with self.given(until):
             pass
 
     def _next_round(self) -> "Future[None]":
@@ -184,7 +189,3 @@ def _go_on(going: _Going, step: Callable[[], dict[str, Any]]) -> None:
         going.ended.set_result(end.value)
     except BaseException as error:
         going.ended.set_exception(error)
-
-
-def _always() -> bool:
-    return True
