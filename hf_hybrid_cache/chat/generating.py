@@ -144,6 +144,7 @@ class Generator:
             into: what is generated.
         """
         tokens, stopping = _Queue(), threading.Event()
+
         def put(chosen: list[int]) -> None:
             self.turns.tell(partial(tokens.put, chosen))
 

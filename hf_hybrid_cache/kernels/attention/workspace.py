@@ -298,19 +298,9 @@ class Workspace:
         """
         Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks.
 
-        Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again.
-
-        Args:
-            query: see `attend`, as all up to `seen`.
-            out: likewise.
-            blocks: likewise.
-            scale: likewise.
-            visible: likewise.
-            bias: likewise.
-            cap: likewise.
-            seen: likewise.
-            shared_parts: first parts that sequences share, see `StoredBlocks.shared_parts`.
-            are_shared: whether the call is for these, instead of for all others.
+        Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again. Of
+        `shared_parts`, see `StoredBlocks.shared_parts`, the call has these alone if they `are_shared`, or else all
+        others.
         """
         batch, coded = self.shape.batch, blocks.quantized_blocks
         in_codes, in_full = parts_of(coded), parts_of(blocks.blocks_seen - coded)
