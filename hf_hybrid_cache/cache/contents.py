@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..layers import HybridLayer, LayerStores, move_tensors_of, tensors_of
 from ..storage import require_host_bytes
+from ..token_ids import num_common_keys
 from .checkpoints import Checkpoint
 
 
@@ -89,6 +90,10 @@ class Contents:
         """Return the keys that were noted for an identity, of the first tokens, whose states have not changed since."""
         is_valid = (self._origin.identity, self._origin.num_edits) == (identity, self.stores.num_edits)
         return self._origin.keys if is_valid else np.zeros(0, np.uint32)
+
+    def num_alike(self, other: "Contents") -> int:
+        """Return how many first tokens have the same states in another cache, as a prefix store knows them."""
+        return num_common_keys(self.keys(self._origin.identity), other.keys(self._origin.identity))
 
     def forget_keys(self) -> None:
         """Forget the keys of tokens that are not stored any more, in whose place others may come."""

@@ -92,6 +92,13 @@ class WholeSteps:
                 return False
         return True
 
+    def num_alike(self, other: "WholeSteps") -> int:
+        """Return how many first tokens have the same keys and values in another cache, where each has one sequence."""
+        one, another = self._cache(), other._cache()
+        if one is None or another is None or {store.shape.batch for store in (*self.stores, *other.stores)} != {1}:
+            return 0
+        return one._contents.num_alike(another._contents)
+
     def begin(self) -> None:
         """
         Note that a step begins, as the cache does when a forward pass comes to its first layer.

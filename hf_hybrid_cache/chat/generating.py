@@ -144,7 +144,11 @@ class Generator:
             into: what is generated.
         """
         tokens, stopping = _Queue(), threading.Event()
-        future = self.turns.run(self._steps(input_ids, attention_mask, cache, into, tokens.put, stopping))
+
+        def put(chosen: list[int]) -> None:
+            self.turns.tell(partial(tokens.put, chosen))
+
+        future = self.turns.run(self._steps(input_ids, attention_mask, cache, into, put, stopping))
         future.add_done_callback(lambda _: tokens.put(None))
         try:
             with into.meanwhile(future.done):

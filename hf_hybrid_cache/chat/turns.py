@@ -27,9 +27,18 @@ def _always() -> bool:
 
 @dataclass(eq=False)
 class _Going:
-    """An answer that is generated, and the arguments of the pass that it waits for, if it waits for one."""
+    """
+    An answer that is generated.
+
+    Attributes:
+        steps: of it.
+        joins: whether its passes run with those of others, as a row has the same bits whatever rows come with it.
+        inputs: the arguments of the pass that it waits for, if it waits for one.
+        ended: has its result.
+    """
 
     steps: Steps
+    joins: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     ended: "Future[Any]" = field(default_factory=Future)
 
@@ -53,6 +62,7 @@ class Turns:
         # Who waits to read, and for what; and the next round, from the time it is asked for until it begins.
         self._reading = list[tuple[Callable[[], bool], Future[None]]]()
         self._round: Future[None] | None = None
+        self._told = list[Callable[[], object]]()
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
@@ -63,6 +73,10 @@ class Turns:
             self._new.put(going)
             self._next_round()
         return going.ended
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """Call something that wakes another thread once all answers have taken a step: then kernels run, beside it."""
+        self._told.append(call)
 
     def end(self) -> None:
         """End the thread, once no answer is generated: at the end of the program it must not be at work."""
@@ -150,42 +164,44 @@ class Turns:
             return []
         for each in going:
             if not each.inputs:
-                _go_on(each, partial(next, each.steps))
-        for group in _groups(model, [each for each in going if each.inputs]):
+                self._go_on(each, partial(next, each.steps))
+                each.joins = repeats_rows(model)
+        for group in _groups([each for each in going if each.inputs]):
             start = time.perf_counter()
             try:
                 outs = run_together(model, [each.inputs | {"return_dict": True} for each in group])
             except BaseException as error:
                 for each in group:
-                    _go_on(each, partial(each.steps.throw, error))
+                    self._go_on(each, partial(each.steps.throw, error))
                 continue
             seconds = time.perf_counter() - start
             for each, out in zip(group, outs, strict=True):
-                _go_on(each, partial(each.steps.send, (out, seconds)))
+                self._go_on(each, partial(each.steps.send, (out, seconds)))
+        told, self._told = self._told, []
+        for call in told:
+            call()
         return [each for each in going if each.inputs]
 
+    def _go_on(self, going: _Going, step: Callable[[], dict[str, Any]]) -> None:
+        """Let an answer take a step, after which it waits for another pass, or has ended."""
+        going.inputs = {}
+        try:
+            going.inputs = step()
+        except StopIteration as end:
+            self.tell(partial(going.ended.set_result, end.value))
+        except BaseException as error:
+            self.tell(partial(going.ended.set_exception, error))
 
-def _groups(model: PreTrainedModel, going: Sequence[_Going]) -> Iterator[list[_Going]]:
-    """Yield passes that run as one, where a row has the same bits whatever rows come with it; else each alone."""
-    most = MOST_ROWS if len(going) > 1 and repeats_rows(model) else 1
+
+def _groups(going: Sequence[_Going]) -> Iterator[list[_Going]]:
+    """Yield passes that run as one, of answers that join others; else each alone."""
     group, rows = list[_Going](), 0
     for each in going:
         more = each.inputs["input_ids"].numel()
-        if group and rows + more > most:
+        if group and (rows + more > MOST_ROWS or not (each.joins and group[-1].joins)):
             yield group
             group, rows = [], 0
         group.append(each)
         rows += more
     if group:
         yield group
-
-
-def _go_on(going: _Going, step: Callable[[], dict[str, Any]]) -> None:
-    """Let an answer take a step, after which it waits for another pass, or has ended."""
-    going.inputs = {}
-    try:
-        going.inputs = step()
-    except StopIteration as end:
-        going.ended.set_result(end.value)
-    except BaseException as error:
-        going.ended.set_exception(error)

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ class StepPlan:
         )
         self._why_plain = why_plain
         self._steps: list[WholeSteps] = []
+        self._alike: list[int] = []
         self._passes: list[_Pass] = []
         self._build()
 
@@ -109,8 +111,10 @@ class StepPlan:
             self.sizes = []  # until it is whole
             for each, (_, length) in zip(steps, sizes, strict=True):
                 each.count_next(length)
-            each_size = zip(steps, sizes, strict=True)
-            self._program.take([Sequences(each.blocks, *size, each.prefixes) for each, size in each_size])
+            if steps != before:
+                self._alike = [0, *(later.num_alike(earlier) for earlier, later in pairwise(steps))]
+            each_size = zip(steps, sizes, self._alike, strict=True)
+            self._program.take([Sequences(each.blocks, *size, each.prefixes, alike) for each, size, alike in each_size])
             self.sizes = sizes
         self._steps = steps
         return ""
@@ -173,7 +177,10 @@ class StepPlan:
         for each, of_steps in zip(self._passes, steps, strict=True):
             of_steps.count_next(each.length)
         both = zip(self._passes, steps, strict=True)
-        self._program.see([seen for each, of_steps in both for seen in self._seen_by(each, of_steps)])
+        seen_by_all = [seen for each, of_steps in both for seen in self._seen_by(each, of_steps)]
+        if any(self._alike) and any(seen.visible is not None for seen in seen_by_all):
+            raise UnfitStepError("a mask hides tokens between others, and caches share their first ones")
+        self._program.see(seen_by_all)
         self._steps = []  # until it is whole
         for of_steps in steps:
             of_steps.begin()

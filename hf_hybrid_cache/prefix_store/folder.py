@@ -22,8 +22,9 @@ import numpy as np
 from ..files.tensor_file import CacheFileError, Section
 from ..scalars import bytes_text
 from ..system.durable_files import sync_folder
+from ..token_ids import num_common_keys
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
-from .keys import end_digests, identity_digest, num_common
+from .keys import end_digests, identity_digest
 from .node_files import VERSION, Head, Node, Nodes, begin, require_damage
 from .private_files import is_own, locked, reported
 
@@ -133,7 +134,7 @@ class Folder:
         last = match.nodes[-1].end if match.nodes else identity_digest(identity)
         beside = sorted(self._nodes().that_start(last), key=lambda node: node.last_use)[-_MOST_COMPARED:]
         following, heads = keys[match.num_tokens :], filter(None, (node.head() for node in beside))
-        return max((head.keys for head in heads), key=lambda each: num_common(each, following), default=keys[:0])
+        return max((head.keys for head in heads), key=lambda each: num_common_keys(each, following), default=keys[:0])
 
     def add(
         self,

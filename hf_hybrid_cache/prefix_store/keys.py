@@ -56,13 +56,6 @@ def as_keys(data: bytes) -> np.ndarray:
     return np.frombuffer(data, ">u4").astype(np.uint32)
 
 
-def num_common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return with how many equal numbers both begin, `[tokens]`."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length
-
-
 def identity_digest(identity: bytes) -> str:
     """Return the digest, of 32 hexadecimal digits, of what is before the first token."""
     return blake2b(identity, digest_size=16, person=b"identity").hexdigest()

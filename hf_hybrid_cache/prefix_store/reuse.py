@@ -13,9 +13,10 @@ from ..cache import HybridCache, contents_of
 from ..layers import HybridLayer, tensors_of
 from ..processes import Agreement
 from ..storage import GRANULE
+from ..token_ids import num_common_keys
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
 from .folder import Folder, Match
-from .keys import end_digests, identity_digest, num_common, num_read_tokens, token_ids_of
+from .keys import end_digests, identity_digest, num_read_tokens, token_ids_of
 from .node_states import NodeStates, fill, states_since
 from .prompt_checks import Prompt
 from .stored_prompts import StoredPrompt
@@ -70,7 +71,7 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tupl
         match = stack.enter_context(folder.find(digest, keys[:most_tokens]))
         nearest = folder.nearest(digest, keys, match)
         stack.pop_all()
-    more = num_common(nearest, keys[match.num_tokens :])
+    more = num_common_keys(nearest, keys[match.num_tokens :])
     common = match.num_tokens + more
     stored = int(token_ids_of(nearest)[more]) if more < num_read_tokens(nearest) else None
     given = int(token_ids[common]) if common < len(token_ids) else None
@@ -164,7 +165,7 @@ def obstacles(stored: Iterable[StoredPrompt], prompt: Prompt, num_tokens: int) -
     for each in stored:
         differences = prompt.identity.differences(each.identity)
         reason = "; ".join(differences) or "no pass ended there, or they are answers of a conversation"
-        common = num_common(each.token_ids, wanted)
+        common = num_common_keys(each.token_ids, wanted)
         if common > lines.get(reason, num_tokens):
             lines[reason] = common
     longest_first = sorted(lines.items(), key=lambda line: -line[1])
@@ -226,7 +227,7 @@ def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None
     if replaces is not None:
         with contextlib.suppress(NodeNotFoundError, NodeInUseError):  # nothing is left to remove, or it stays
             before = folder.keys(replaces)
-            common = num_common(before, keys)
+            common = num_common_keys(before, keys)
             if common < len(before):  # turns were taken back
                 stays = before[: max(common, num_read_tokens(before))]
                 folder.remove_unshared(replaces, end_digests(identity_digest(identity), stays))

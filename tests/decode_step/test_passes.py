@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from decode_step.twins import CACHES, FIRST_STEP, MAY_END_FUSING, made, made_at_random
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
+from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache_argument import cache_argument, passed_cache
 from hf_hybrid_cache.decode_step import FusedDecode, fuse_decode, run_together
 
@@ -166,6 +168,67 @@ def test_passes_of_several_caches_together_have_the_bits_of_each_alone(dtype: to
     check()
     assert set(fused.passes_apart) <= {MAY_END_FUSING}, fused.passes_apart
     assert sum(together) > len(together) / 2
+
+
+@st.composite
+def readers(draw: st.DrawFn) -> tuple[int, list[int], str]:
+    """Tokens of a document, those of some questions about it, and the kind of their caches."""
+    document = draw(st.sampled_from([100, 256, 449, 700, 1300])) + draw(st.integers(-2, 2))
+    questions = draw(st.lists(st.integers(1, 200), min_size=2, max_size=5))
+    return document, questions, draw(st.sampled_from(sorted(CACHES)))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, 4)])
+def test_caches_of_one_document_attend_to_it_at_once_with_the_bits_of_each_alone(dtype: torch.dtype, bits: int | None):
+    model = made_at_random("Llama", dtype, bits, **ODD)
+    fused = fuse_decode(model)
+
+    @settings(max_examples=8)
+    @given(readers(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
+    def check(asked: tuple[int, list[int], str], lengths: list[int]) -> None:
+        num_tokens, questions, kind = asked
+        document = CACHES[kind](model.config)
+        pass_of(model, document, random_prompt(1, num_tokens), padded([num_tokens]))
+        contents_of(document).note_keys(b"a store", np.arange(num_tokens, dtype=np.uint32))
+        caches = [copy.deepcopy(document) for _ in questions]
+        for seed, (cache, length) in enumerate(zip(caches, questions, strict=True)):
+            pass_of(model, cache, random_prompt(1, length, seed), padded([num_tokens + length]))
+        alone = copy.deepcopy(caches)
+        for step in range(3):
+            given_to = [
+                {"input_ids": random_prompt(1, length, step), **cache_argument(cache)}
+                for cache, length in zip(caches, lengths, strict=False)
+            ]
+            with torch.no_grad():
+                outs = run_together(model, given_to)
+                for out, given_as, own in zip(outs, given_to, alone, strict=True):
+                    assert torch.equal(out.logits, model(**given_as | cache_argument(own)).logits)
+                    assert torch.equal(passed_cache(out).layers[1].keys, own.layers[1].keys)
+
+    check()
+    assert set(fused.passes_apart) <= {MAY_END_FUSING}, fused.passes_apart
+
+
+def test_what_a_store_knows_as_the_same_tokens_is_read_from_one_cache():
+    model = made_at_random("Llama")
+    fused, caches = fuse_decode(model), [DynamicHybridCache(model.config) for _ in range(3)]
+    for seed, cache in enumerate(caches):
+        pass_of(model, cache, random_prompt(1, 700, seed), padded([700]))
+    claimed = copy.deepcopy(caches)
+    for cache in claimed[:2]:  # these two hold others, so the second one shows which it has read
+        contents_of(cache).note_keys(b"a store", np.arange(700, dtype=np.uint32))
+    tokens, results = random_prompt(1, 1), list[list[torch.Tensor]]()
+    for each in (caches, claimed):
+        with torch.no_grad():
+            outs = run_together(model, [{"input_ids": tokens, **cache_argument(cache)} for cache in each])
+        results.append([out.logits for out in outs])
+    assert [torch.equal(*pair) for pair in zip(*results, strict=True)] == [True, False, True]
+    claimed[1].crop(-701)
+    pass_of(model, claimed[1], random_prompt(1, 700, 1), padded([700]))
+    with torch.no_grad():
+        out = run_together(model, [{"input_ids": tokens, **cache_argument(cache)} for cache in claimed[:2]])[1]
+    assert torch.equal(out.logits, results[0][1])
+    assert not fused.passes_apart
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Qwen3Moe"])  # windows and caps, scaled logits, experts

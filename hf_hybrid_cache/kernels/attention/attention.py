@@ -4,8 +4,11 @@ Attention of a few queries over blocks in full precision in host memory, in oper
 It makes one pass with a running maximum (arXiv:1805.02867). A part is some blocks of a sequence (Flash-Decoding), with
 all heads, in the order of memory; partial results are merged by log-sum-exp in float64. Each key and value is read
 once, whatever the number of queries and of query heads. A row's result depends on no other row: neither parts nor the
-order of sums do.
+order of sums do. Sequences of about the same length have the same whole parts, so those whose first blocks are the same
+have them computed by one call for the rows of all, with the bits that each has alone.
 """
+
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,6 +33,12 @@ from .attention_call import (
     take_ranges,
     take_rows,
 )
+
+# Blocks of a part. With fewer, starting the part and merging its result would take time beside them; float32 sums over
+# more would lose digits: those of parts are added in float64.
+_FEWEST_BLOCKS, _MOST_BLOCKS = 3, 32
+# Many blocks have a multiple of so many whole parts, which most numbers of threads share equally.
+_PARTS = 12
 
 
 @jit
@@ -76,7 +85,8 @@ def _attend_part(element, part, address):
     call, stored = call_at(address, AttentionCall), stored_at(address)
     hidden = stored.hidden // BLOCK
     blocks = (stored.num_tokens + BLOCK - 1) // BLOCK - stored.quantized_blocks - hidden
-    first, of_part, memory = begin_part(part, call.quantized_parts, call.parts - call.quantized_parts, blocks, address)
+    parts, begin = call.parts - call.quantized_parts, 0 if stored.quantized_blocks else call.first_part
+    first, of_part, memory = begin_part(part, call.quantized_parts, parts, begin, blocks, address)
     work = working_memory(address)
     place = first_line(work)
     for block in of_part:
@@ -86,13 +96,13 @@ def _attend_part(element, part, address):
 
 
 @jit_inlined
-def begin_part(part, before, parts, blocks, address):
+def begin_part(part, before, parts, begin, blocks, address):
     """
-    Reset the rows of one of the `parts` of each sequence that share its `blocks`.
+    Reset the rows of one of the `parts` of each sequence, of those that its `blocks` are divided into.
 
     Returns the first head of the sequence, the numbers of the part's blocks, and the offset of its memory.
 
-    before: parts of the sequence whose memory comes before that of these.
+    before: parts of the sequence whose memory comes before that of these; begin: the first of these parts.
     """
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
     sequence = part // parts
@@ -100,7 +110,31 @@ def begin_part(part, before, parts, blocks, address):
     memory = (sequence * call.parts + before + part) * scratch.part_bytes
     rows = stored.num_kv_heads * call.rows_at_once
     reset_rows(0, rows, scratch.maxima + memory, scratch.sums + memory, scratch.partial + memory, stored.width)
-    return sequence * stored.num_kv_heads, range(part * blocks // parts, (part + 1) * blocks // parts), memory
+    size, whole, others = division(blocks)
+    part += begin
+    if part < whole:
+        return sequence * stored.num_kv_heads, range(part * size, (part + 1) * size), memory
+    rest, part = blocks - whole * size, part - whole
+    start, end = part * rest // others, (part + 1) * rest // others
+    return sequence * stored.num_kv_heads, range(whole * size + start, whole * size + end), memory
+
+
+def _division(blocks):
+    """
+    The parts of some blocks of a sequence: blocks of a whole part, whole parts, and others that share the rest.
+
+    Neither threads nor other sequences and queries count: the sums of a row have one order, whatever comes with it.
+    """
+    most = _PARTS * ((blocks + _PARTS * _MOST_BLOCKS - 1) // (_PARTS * _MOST_BLOCKS))
+    size = max(_FEWEST_BLOCKS, blocks // max(most, 1))
+    # In steps, so that sequences of about the same length have the same whole parts.
+    size -= size % (4 if size >= 16 else 2 if size >= 8 else 1)
+    whole = min(most, blocks // size)
+    rest = blocks - whole * size
+    return size, whole, 2 * ((rest + 2 * size - 1) // (2 * size)) if rest > _FEWEST_BLOCKS else min(rest, 1)
+
+
+division: Any = jit_function(_division)
 
 
 @jit_inlined

@@ -92,8 +92,10 @@ class AttentionCall(NamedTuple):
     operand_is_bfloat16: int  # whether rows for blocks in full precision are
     rotated_is_bfloat16: int  # whether rows for codes are
     rounds_to_integers: int  # whether what is folded with codes is rounded to integers
-    parts: int  # by few queries, of a sequence
-    quantized_parts: int  # the first ones of a sequence, of a call by few queries
+    # Parts of a sequence, of a call by few queries:
+    parts: int
+    quantized_parts: int  # the first ones
+    first_part: int  # of the blocks that are shared, see `shared_parts`; those before are of another call
     # Masks:
     seen: int  # address of int64 [batch, query heads, query_length, 2]: the first token and the end; 0 for all tokens
     seen_of_sequence: int
@@ -115,7 +117,7 @@ class AttentionCall(NamedTuple):
     sinks_are_bfloat16: int  # otherwise float32
     # Calls that run side by side, for the rows of one pass:
     first_row: int  # of the pass
-    is_prefix: int  # whether its tokens are those before others, which the rows attend to by the next call
+    is_prefix: int  # whether its tokens are those before others, which the rows attend to by calls after it
     prefix: int  # address of the call whose parts are merged with those of this one; 0 for none
     following: int  # address of the next call of the pass; 0 for none
     # Sizes:
@@ -399,12 +401,12 @@ def results_of(head, row, address):
 
 @jit_inlined
 def _results_of_prefix(sequence, query_head, index, address):
-    """The partial results of a query in the call for the prefix of its sequence, where those are rows of one."""
-    call, stored = call_at(address, AttentionCall), stored_at(address)
-    continuations = stored.heads // stored_at(call.prefix).heads
-    prefix, kv_head = sequence // continuations, query_head // call.group
-    row = (query_head - kv_head * call.group) * continuations + sequence - prefix * continuations
-    return results_of(prefix * stored.num_kv_heads + kv_head, row * call.query_length + index, call.prefix)
+    """The partial results of a query in the call for its prefix, where rows of several sequences are those of one."""
+    call, prefix = call_at(address, AttentionCall), call_at(call_at(address, AttentionCall).prefix, AttentionCall)
+    row = call.first_row - prefix.first_row + sequence * call.query_length + index
+    of_prefix, kv_head = row // prefix.query_length, query_head // call.group
+    row += (query_head - kv_head * call.group - of_prefix) * prefix.query_length
+    return results_of(of_prefix * stored_at(address).num_kv_heads + kv_head, row, call.prefix)
 
 
 @jit_function

@@ -66,7 +66,7 @@ _VECTORS_AT_ONCE = 4
 def attend_codes(part, address):
     """Attend to a part's quantized blocks, with all rows of a head before the next one."""
     call, stored, scratch = call_at(address, AttentionCall), stored_at(address), scratch_at(address)
-    first, blocks, memory = begin_part(part, 0, call.quantized_parts, stored.quantized_blocks, address)
+    first, blocks, memory = begin_part(part, 0, call.quantized_parts, call.first_part, stored.quantized_blocks, address)
     work = working_memory(address)
     place = first_line(work)
     ahead, count = max(1, TILES_AT_ONCE * ROWS // call.rows_at_once), 0

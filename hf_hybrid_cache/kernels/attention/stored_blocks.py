@@ -6,6 +6,7 @@ import numpy as np
 
 from ..forms.blocks import PackedLayout, value_width
 from ..vector.vector_ir import BLOCK
+from .attention import division
 from .attention_call import KEYS, STORED_BYTES, Stored
 
 
@@ -61,6 +62,7 @@ class StoredBlocks:
         self.element = np.dtype(np.float32)
         self.heads = self.key_dim = self.value_dim = self.quantized_blocks = 0
         self.num_tokens = self.hidden = 0
+        self._form: tuple = ()
 
     def __deepcopy__(self, memo: dict) -> "StoredBlocks":
         """Return one that is to be written: the copies are elsewhere."""
@@ -88,7 +90,7 @@ class StoredBlocks:
                 gap.
             place: see `StoredBlocks`.
         """
-        self.place = None  # until it is written
+        self.place, self._form = None, ()  # until it is written
         _, self.heads, self.key_dim, _ = keys.shape
         self.element, self.value_dim = keys.dtype, value_dim
         arrays: tuple[np.ndarray | None, ...] = (None,) * 4
@@ -97,6 +99,7 @@ class StoredBlocks:
             first, self.quantized_blocks = quantized.first, quantized.num_blocks
             arrays = quantized.keys, quantized.values, quantized.query_factors, quantized.rotation_matrix
             self._numbers[KEYS // 8 :] = *quantized.key_layout, *quantized.value_layout
+            self._form = quantized.first, *quantized[4:]
         packed_keys, packed_values, factors, matrix = (0 if each is None else each.ctypes.data for each in arrays)
         self._numbers[: KEYS // 8] = Stored(
             keys.ctypes.data, values.ctypes.data, keys.strides[1], values.strides[1], packed_keys, packed_values,
@@ -110,6 +113,25 @@ class StoredBlocks:
         self._numbers[_NUM_TOKENS], self._numbers[_HIDDEN] = num_tokens, hidden
         self.num_tokens, self.hidden = num_tokens, hidden
 
+    def shared_parts(self, other: "StoredBlocks", num_tokens: int) -> int:
+        """
+        Return how many first parts of the blocks have the same numbers in another record, of those that are most.
+
+        These are parts of quantized blocks, or of blocks in full precision where nothing is quantized. Sequences whose
+        first tokens are the same share none where their lengths are divided into parts of another size.
+
+        Args:
+            other: of a sequence that begins with the same tokens.
+            num_tokens: how many these are.
+        """
+        if self.hidden or other.hidden or not _are_alike(self._form, other._form):
+            return 0
+        first = self._form[0] if self._form else 0
+        blocks = [each.quantized_blocks if self._form else each.blocks_seen for each in (self, other)]
+        (size, whole, _), (other_size, other_whole, _) = map(division.py_func, blocks)
+        parts = min((num_tokens // BLOCK - first) // size, whole, other_whole)
+        return max(0, parts) if size == other_size else 0
+
     @property
     def blocks_seen(self) -> int:
         """Number of blocks that queries see, quantized or not."""
@@ -117,3 +139,11 @@ class StoredBlocks:
 
 
 _NUM_TOKENS, _HIDDEN = (Stored._fields.index(name) for name in ("num_tokens", "hidden"))
+
+
+def _are_alike(one: tuple, other: tuple) -> bool:
+    """Return whether what codes of two records mean is the same: layouts, and arrays with their numbers."""
+    return len(one) == len(other) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else a is b or a == b
+        for a, b in zip(one, other, strict=True)
+    )

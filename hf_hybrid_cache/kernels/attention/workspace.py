@@ -13,24 +13,19 @@ from ..vector.parallel import team_of_kernels
 from ..vector.processor import has_amx, has_bfloat16_products, uses_integer_kernels
 from ..vector.tiles import ROWS
 from ..vector.vector_ir import BLOCK, CACHE_LINE, LOG2_E
-from .attention import ATTEND, merge_head, take_queries
+from .attention import ATTEND, division, merge_head, take_queries
 from .attention_call import CALL_BYTES, SCRATCH, AttentionCall, Scratch
 from .codes import TILE_BYTES, TILES_AT_ONCE, attend_codes
 from .prefill_attention import attend_prefill
 from .stored_blocks import StoredBlocks
 
-# Blocks of a part. With fewer, starting the part and merging its result would take time beside them; float32 sums over
-# more would lose digits: those of parts are added in float64.
-_FEWEST_BLOCKS, _MOST_BLOCKS = 3, 32
-# Many blocks have a multiple of so many parts, which most numbers of threads share equally.
-_PARTS = 12
 # Rows of a part of many queries: with enough of them, making a block's operand takes little time beside its products;
 # with few enough, the part stays in the second-level cache.
 _MOST_ROWS, _FEWEST_ROWS = 256, 32
 # Several parts of many queries for each thread, so that threads end at about the same time.
 _PARTS_OF_A_THREAD = 4
 
-_OF_EACH_CALL = struct.Struct("@12qd5q")  # the fields up to `quantized_parts`; the factor is a float64
+_OF_EACH_CALL = struct.Struct("@12qd6q")  # the fields up to `first_part`; the factor is a float64
 _NOTHING = np.zeros(0, np.uint8), 0
 _SEEN, _CAP, _GROUP = (8 * AttentionCall._fields.index(name) for name in ("seen", "cap", "group"))
 
@@ -163,6 +158,7 @@ class _Calls:
         rotated_is_bfloat16: bool,
         parts: int,
         quantized_parts: int,
+        first_part: int,
         seen: np.ndarray | None,
         visible: np.ndarray | None,
         bias: np.ndarray | None,
@@ -183,7 +179,7 @@ class _Calls:
         factor = scale * LOG2_E if cap is None else scale / cap
         _OF_EACH_CALL.pack_into(
             self._buffer, 0, blocks.address, *query, *out, lse, factor, operand_is_bfloat16,
-            rotated_is_bfloat16, quantized_parts > 0 and uses_integer_kernels(), parts, quantized_parts,
+            rotated_is_bfloat16, quantized_parts > 0 and uses_integer_kernels(), parts, quantized_parts, first_part,
         )  # fmt: skip
         if cap != self._cap:
             self._cap = math.nan  # unlike any other, should the next line be interrupted
@@ -296,30 +292,37 @@ class Workspace:
         bias: np.ndarray | None = None,
         cap: float | None = None,
         seen: np.ndarray | None = None,
+        shared_parts: int = 0,
+        are_shared: bool = False,
     ) -> tuple[int, int]:
         """
         Write a call, see `attend`; return the number of its parts, and how many of them are of quantized blocks.
 
-        Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again.
+        Masks are read when it runs: the caller keeps them, and may change their numbers before it runs again. Of
+        `shared_parts`, see `StoredBlocks.shared_parts`, the call has these alone if they `are_shared`, or else all
+        others.
         """
         batch, coded = self.shape.batch, blocks.quantized_blocks
-        in_codes = parts_of(coded)
-        parts = in_codes + parts_of(blocks.blocks_seen - coded)
+        in_codes, in_full = parts_of(coded), parts_of(blocks.blocks_seen - coded)
+        if are_shared:
+            in_codes, in_full = (shared_parts, 0) if coded else (0, shared_parts)
+        elif coded:
+            in_codes -= shared_parts
+        else:
+            in_full -= shared_parts
+        parts = in_codes + in_full
         as_they_are = self._multiplies_bfloat16 and query.is_bfloat16 and blocks.element == np.uint16
         self._calls.ask(
             self._memory, batch * parts, blocks, query, out, self._lse, scale, as_they_are, False, parts, in_codes,
-            seen, visible, bias, cap,
+            0 if are_shared else shared_parts, seen, visible, bias, cap,
         )  # fmt: skip
         return batch * parts, batch * in_codes
 
 
 def parts_of(blocks: int) -> int:
-    """
-    Number of parts for some blocks of a sequence.
-
-    Neither threads nor other sequences and queries count: the sums of a row have one order, whatever comes with it.
-    """
-    return min(-(-blocks // _FEWEST_BLOCKS), _PARTS * -(-blocks // (_PARTS * _MOST_BLOCKS)))
+    """Number of parts for some blocks of a sequence."""
+    _, whole, others = division.py_func(blocks)
+    return int(whole + others)
 
 
 _wanted: bool | None = None
@@ -385,7 +388,7 @@ def attend_many(
     is_packed = blocks.element == np.uint16 and has_bfloat16_products()
     calls.ask(
         memory, team.threads, blocks, query, out, lse.ctypes.data, scale, is_packed, is_packed,
-        -(-rows // rows_at_once) * heads, 0, seen, visible, bias, cap,
+        -(-rows // rows_at_once) * heads, 0, 0, seen, visible, bias, cap,
     )  # fmt: skip
     attend_prefill(team.address, calls.address, blocks.element.type(0))
 

@@ -1,5 +1,6 @@
 """The program of a decode step with its memory, as lists of operations of kernels."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,12 +68,14 @@ class Sequences(NamedTuple):
         length: tokens of each. Row `sequence * length + index` is one of them, counted from the first row of these.
         prefixes: records of whole blocks that come before those of a layer, by its index; several sequences that
             follow each other share one of its sequences.
+        num_alike: how many first tokens have the same keys and values as in the cache before this one.
     """
 
     layers: Sequence[StoredBlocks]
     batch: int
     length: int = 1
     prefixes: Mapping[int, StoredBlocks] = {}
+    num_alike: int = 0
 
     @property
     def rows(self) -> int:
@@ -100,14 +103,23 @@ class Seen(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """One call of attention to a layer: rows from `first` on are so many tokens of sequences of `blocks`."""
+    """
+    One call of attention to a layer: rows from `first` on are so many tokens of sequences of `blocks`.
+
+    Attributes:
+        prefix: which call of the layer is for tokens before these; `None` for none.
+        follows_prefix: whether masks have the tokens of that call apart, see `Seen`.
+        shared_parts: parts that the sequence shares with others, which are those of the call or come before them.
+    """
 
     blocks: StoredBlocks
     first: int
     batch: int
     length: int
-    is_prefix: bool
-    follows_prefix: bool
+    is_prefix: bool = False
+    prefix: int | None = None
+    follows_prefix: bool = False
+    shared_parts: int = 0
 
 
 class _Attention(NamedTuple):
@@ -223,6 +235,7 @@ class StepProgram:
         # Parts follow from the number of blocks; the number of tokens is read from the records.
         records = [record for each in taken for record in (*each.layers, *each.prefixes.values())]
         of_layers = [(each.address, each.quantized_blocks, each.blocks_seen) for each in records]
+        of_layers += [(each.num_alike, 0, 0) for each in taken]
         if of_layers != self._taken_from:
             self._taken, self._taken_from = {}, of_layers
         sizes = tuple((each.batch, each.length) for each in taken)
@@ -259,7 +272,7 @@ class StepProgram:
 
     def _ask_one(self, attention: _Attention, which: int, call: _Asked, following: int) -> None:
         """Write one of the calls of a layer, and the numbers of its parts."""
-        attend, (blocks, first, batch, length, is_prefix, follows_prefix) = attention.attend, call
+        attend, (blocks, first, batch, length, is_prefix, of_prefix, follows_prefix, shared) = attention.attend, call
         assert blocks.element == attention.element, (blocks.element, attention.element)
         workspace = self._workspace(attend, which, call)
         ranges = self._ranges[int(follows_prefix), attend.mask, first : first + batch * length]
@@ -270,8 +283,10 @@ class StepProgram:
             attend.scale,
             cap=attend.cap,
             seen=ranges.reshape(batch, 1, length, 2),
+            shared_parts=shared,
+            are_shared=is_prefix and shared > 0,
         )
-        written, prefix = attention.calls[which], attention.addresses[which - 1] if follows_prefix else 0
+        written, prefix = attention.calls[which], 0 if of_prefix is None else attention.addresses[of_prefix]
         written[: SCRATCH // 8] = workspace.asked[: SCRATCH // 8]
         written[_SINKS : _SINKS + len(attention.sinks)] = attention.sinks
         written[_FIRST_ROW : _FIRST_ROW + 4] = first, is_prefix, prefix, following
@@ -440,16 +455,43 @@ class StepProgram:
 
 
 def _asked(attend: Attend, taken: Sequence[Sequences]) -> list[_Asked]:
-    """The calls of attention to a layer: one for the sequences of each cache, and before it one for their prefixes."""
-    first, calls = 0, []
-    for each in taken:
-        prefix = each.prefixes.get(attend.layer)
-        if prefix is not None:
-            groups = prefix.heads // attend.num_kv_heads
-            calls.append(_Asked(prefix, first, groups, each.rows // groups, True, False))
-        calls.append(_Asked(each.layers[attend.layer], first, each.batch, each.length, False, prefix is not None))
-        first += each.rows
+    """
+    The calls of attention to a layer: one for the sequences of each cache, and before it one for their prefixes.
+
+    Before those of several caches with equal first tokens there is one for these.
+    """
+    first, calls, left = 0, list[_Asked](), list(taken)
+    while left:
+        together, shared = _sharing(attend, left)
+        rows = sum(each.rows for each in left[:together])
+        of_prefix = len(calls) if shared else None
+        if shared:
+            calls.append(_Asked(left[0].layers[attend.layer], first, 1, rows, is_prefix=True, shared_parts=shared))
+        for each in left[:together]:
+            own = _Asked(each.layers[attend.layer], first, each.batch, each.length, False, of_prefix, False, shared)
+            prefix = each.prefixes.get(attend.layer)
+            if prefix is not None:
+                groups = prefix.heads // attend.num_kv_heads
+                own = own._replace(prefix=len(calls), follows_prefix=True)
+                calls.append(_Asked(prefix, first, groups, each.rows // groups, is_prefix=True))
+            calls.append(own)
+            first += each.rows
+        del left[:together]
     return calls
+
+
+def _sharing(attend: Attend, taken: Sequence[Sequences]) -> tuple[int, int]:
+    """Return how many of the first caches share parts of a layer, and how many parts, so that most are shared."""
+    together, shared, num_alike = 1, 0, sys.maxsize
+    before = taken[0].layers[attend.layer]
+    for count, each in enumerate(taken[1:], 2):
+        num_alike = min(num_alike, each.num_alike)
+        parts = before.shared_parts(each.layers[attend.layer], num_alike) if num_alike else 0
+        parts = min(parts, shared) if together > 1 else parts
+        if parts * (count - 1) <= shared * (count - 2):
+            break
+        together, shared = count, parts
+    return together, shared
 
 
 def _strided(heads: Array, first: int, length: int) -> Strided:
