@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hf_hybrid_cache.kernels import get_num_threads, set_num_threads, uses_gemm
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
+from hf_hybrid_cache.weights import quantized_matrices
 from hf_hybrid_cache.weights.matrices import Matrices, PlainMatrices
 from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 
@@ -158,6 +159,12 @@ def test_many_tokens_are_rounded_to_8_bits_unless_products_shall_be_exact(reques
     assert (matrices.multiply(tokens).double() - products).norm() > 2e-3 * products.norm()
     request.getfixturevalue("exact_kernels")
     assert (matrices.multiply(tokens).double() - products).norm() < 1e-5 * products.norm()
+
+
+def test_without_bfloat16_instructions_many_tokens_go_to_float32(exact_kernels: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantized_matrices, "has_fast_bfloat16", lambda: False)
+    (matrices, _), tokens = made("8 bits", 130, 200), random_numbers(MOST_TOKENS + 1, 200).bfloat16()
+    assert torch.equal(matrices.multiply(tokens), matrices.multiply(tokens.float()).bfloat16())
 
 
 @pytest.mark.soak

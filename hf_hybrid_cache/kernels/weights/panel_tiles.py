@@ -59,7 +59,6 @@ def multiply_panels(
         bits, panels, tokens, panel, panel_bytes, groups, group_words, *others = arguments
         operand, operand_stride, steps, sums, number_stride, out = others
         add, multiply = builder.add, builder.mul
-        add_products = _products_of_quads if has_gemm() else _products_of_pairs
         group_bytes = multiply(add(group_words, INT64(1)), INT64(CACHE_LINE))
 
         def run(width: int, num_panels: int, count: int) -> None:
@@ -80,7 +79,7 @@ def multiply_panels(
                         vec.prefetch(builder, add(address, INT64(_AHEAD)), 1)
                     position = add(operand, add(first, multiply(index, word_bytes)))
                     places = [add(position, multiply(INT64(token), operand_stride)) for token in range(count)]
-                    return add_products(builder, words, width, places, totals)
+                    return _add_products(builder, words, width, places, totals)
 
                 outputs = num_panels * count
                 zeros = [vec.ints(0)] * (outputs * _sums_of_output(width, outputs))
@@ -119,40 +118,30 @@ def multiply_panels(
     return types.void(*[types.int64] * 13), generate
 
 
-def _products_of_pairs(
+def _add_products(
     builder: ir.IRBuilder, words: list[ir.Value], width: int, places: list[ir.Value], sums: list[ir.Value]
 ) -> list[ir.Value]:
     """
-    Add the products of codes with the 16-bit integers of tokens to `sums`.
+    Add the products of codes with the integers of tokens to `sums`, with AVX512-VNNI of both digits separately.
 
     words: a row of words of each panel; places: address of the integers of each token.
     """
-    dot, sums = pair_dot() or plain_dot, list(sums)
-    chains = len(sums) // len(places) // len(words)
-    codes_of_words = [pairs_of_codes(builder, each, width) for each in words]
-    for pair, codes_of_panels in enumerate(zip(*codes_of_words, strict=True)):
-        for token, place in enumerate(places):
-            number = vec.splat(builder, vec.load(builder, builder.add(place, INT64(4 * pair)), INT32))
-            for panel, codes in enumerate(codes_of_panels):
-                chain = (token * len(words) + panel) * chains + pair % chains
-                sums[chain] = dot(builder, codes, number, sums[chain])
-    return sums
-
-
-def _products_of_quads(
-    builder: ir.IRBuilder, words: list[ir.Value], width: int, places: list[ir.Value], sums: list[ir.Value]
-) -> list[ir.Value]:
-    """Add the products of codes with the 8-bit digits of tokens to `sums`, separately for upper and lower digits."""
+    dot, codes_of, digits = (dot_with_quad, quads_of_codes, 2) if has_gemm() else (_dot_with_pair, pairs_of_codes, 1)
     sums = list(sums)
     chains = len(sums) // len(places) // len(words)
-    codes_of_words = [quads_of_codes(builder, each, width) for each in words]
-    for quad, codes_of_panels in enumerate(zip(*codes_of_words, strict=True)):
+    for index, codes_of_panels in enumerate(zip(*(codes_of(builder, each, width) for each in words), strict=True)):
         for token, place in enumerate(places):
-            for digit in range(2):
+            for step in range(digits * index, digits * (index + 1)):
                 for panel, codes in enumerate(codes_of_panels):
-                    chain = (token * len(words) + panel) * chains + (2 * quad + digit) % chains
-                    sums[chain] = dot_with_quad(builder, codes, place, 8 * quad + 4 * digit, sums[chain])
+                    chain = (token * len(words) + panel) * chains + step % chains
+                    sums[chain] = dot(builder, codes, place, 4 * step, sums[chain])
     return sums
+
+
+def _dot_with_pair(builder: ir.IRBuilder, codes: ir.Value, address: ir.Value, offset: int, total: ir.Value) -> ir.Value:
+    """`total` plus the products of two codes in each lane with a pair in memory."""
+    pair = vec.splat(builder, vec.load(builder, builder.add(address, INT64(offset)), INT32))
+    return (pair_dot() or plain_dot)(builder, codes, pair, total)
 
 
 def _sums_of_output(width: int, outputs: int) -> int:
