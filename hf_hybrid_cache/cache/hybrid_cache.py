@@ -384,8 +384,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
 
         That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
         layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
-        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by an
-        edit of one of their tokens, and are not kept in files.
+        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by
+        `layer.set`, and are not kept in files.
 
         Raises:
             ValueError: nothing is stored, or several processes keep shares of quantized layers.
@@ -413,8 +413,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """The lengths at which there are checkpoints, in order."""
-        for layer in self._contents.ours:
-            layer.take_edits()
         return tuple(sorted(self._contents.checkpoints))
 
     def drop_checkpoint(self, num_tokens: int) -> None:

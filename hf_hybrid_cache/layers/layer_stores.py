@@ -43,7 +43,6 @@ from ..storage import (
     grown_capacity,
     streams_for,
 )
-from .lent_states import LendingLayers
 from .options import Placement
 
 # Most bytes that layers, beside the one in use, may hold until they see queries.
@@ -97,7 +96,7 @@ class LayerStores:
         unfinished: the operation on all layers that ended half-way.
         thread: that began the last forward pass.
         checkpoints: of the cache, by the lengths that it can go back to.
-        recently_lent: layers that callers have read from, or assigned to.
+        last_read: the store that a caller has read last, its version then, and a copy of its states.
         num_edits: how often states were set, or became others of another type or place.
         implementation: the model's implementation of attention in the last forward pass.
         needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
@@ -140,15 +139,15 @@ class LayerStores:
         self.implementation: str | None = None
         # Stores whose tokens may wait for a codec, in the order of their last use.
         self._waiting: list[weakref.ref[AnyStore]] = []
-        self.recently_lent = LendingLayers()
+        self.last_read: tuple[Any, ...] = (None,)
         self.num_edits = 0
         self._resident = placement.resident_ordinals(num_layers)
         self.thread: int | None = None
         self.checkpoints: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, whose layers have lent nothing, and note when they wait."""
-        return {**vars(self), "recently_lent": LendingLayers(), "_waiting": []}
+        """Return the attributes of a copy, of whose layers nothing was read, and which note when they wait."""
+        return {**vars(self), "last_read": (None,), "_waiting": []}
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
@@ -238,7 +237,7 @@ class LayerStores:
         """
         thread = get_ident()
         if layer_idx == self.first_layer:
-            self.thread = thread
+            self.thread, self.last_read = thread, (None,)
             # Asked once a pass, because transformers' configs take long to answer.
             self.implementation = getattr(self.config, "_attn_implementation", None)
             self.needs_states = self.implementation not in (None, "sdpa", "eager")

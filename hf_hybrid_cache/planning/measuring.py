@@ -213,11 +213,8 @@ class _Layers:
 
 def _random_states(shape: KVShape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values of so many tokens."""
-    keys, values = (
-        torch.randn(shape.batch, shape.num_kv_heads, num_tokens, width, dtype=dtype, device=shape.device)
-        for width, dtype in ((shape.key_dim, shape.key_dtype), (shape.value_dim, shape.value_dtype))
-    )
-    return keys, values
+    keys, values = shape.empty(num_tokens)
+    return keys.normal_(), values.normal_()
 
 
 def _device_of(candidate: Candidate) -> torch.device:

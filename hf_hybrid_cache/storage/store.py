@@ -450,12 +450,9 @@ class Store(TokenStore):
         assert self.packed is not None
         assert self._choice is not None
         packed, tokens = self.packed.read_range(first, last), (last - first) * GRANULE
-        shape, device = self.shape, packed[0].device
-        heads = shape.batch, shape.num_kv_heads
-        keys = torch.empty(*heads, tokens, shape.key_dim, dtype=shape.key_dtype, device=device)
-        values = torch.empty(*heads, tokens, shape.value_dim, dtype=shape.value_dtype, device=device)
-        self._choice.decode(packed, (keys, values))
-        return keys, values
+        states = self.shape.empty(tokens, packed[0].device)
+        self._choice.decode(packed, states)
+        return states
 
     def _require_finite(self, states: Pair, num_blocks: int) -> None:
         for each in states:

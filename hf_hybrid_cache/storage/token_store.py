@@ -10,6 +10,7 @@ import torch
 from .codec import CodecChoice, KVCodec
 from .cpu_fraction import CpuFraction
 from .kv_shape import KVShape, Pair
+from .memory.host_memory import require_host_bytes
 from .runs.run import Run
 from .runs.token_buffer import TokenBuffer
 from .scratch import Scratch
@@ -175,7 +176,10 @@ class TokenStore(ABC):
 
     def read_copy(self) -> Pair:
         """Return all keys and values, contiguous, in memory that is not the store's."""
-        return put_together(self.segments(), Scratch(self.shape.device).lend_states(self.shape, self.own_tokens))
+        shape, num_tokens = self.shape, self.own_tokens
+        if shape.device.type == "cpu":
+            require_host_bytes(num_tokens * sum(shape.token_bytes), f"A copy of {num_tokens:,} tokens needs")
+        return put_together(self.segments(), shape.empty(num_tokens))
 
     def copy_from(self, start: int) -> Pair:
         """Copy the states from token `start`, which is not packed; those of a split layer to host memory."""

@@ -20,7 +20,10 @@ from models.tiny_models import random_prompt
 
 
 def half_of(cache: HybridCache, number: int) -> None:
-    cache.layers[number % 2].keys[:, :, -3:] *= 0.5
+    layer = cache.layers[number % 2]
+    keys = layer.keys.clone()
+    keys[:, :, -3:] *= 0.5
+    layer.set(keys, layer.values)
 
 
 def saved(cache: HybridCache, number: int) -> HybridCache:
