@@ -21,10 +21,10 @@ from ..storage import (
     SplitStore,
     Store,
 )
-from .host_attention import MAX_QUERIES, HostAttention, has_kernel_for_many
+from .host_attention import HostAttention, has_kernel_for_many
 from .queries import MadeOfMasks, Queries, folded, folded_mask, simplified, unfolded
 from .scores import Product
-from .torch_attention import PartialAttention, attend_to_states, has_lse, merged, merged_at_once, merged_out
+from .torch_attention import PartialAttention, attend_to_states, merged, merged_at_once, merged_out
 
 # Attends to some tokens of a layer; computation on the device may wait for the bus from then on.
 _Part = Callable[[], PartialAttention]
@@ -184,7 +184,7 @@ def _parts_of(queries: Queries, store: OneSequence, host: HostAttention) -> list
     """List the parts of a store, those on the device first."""
     if isinstance(store, Store):
         return [host.part(queries, store)]
-    on_host, num_tokens, length = store.middle.num_tokens, store.num_tokens, queries.states.shape[2]
+    on_host, num_tokens = store.middle.num_tokens, store.num_tokens
     first, last = store.first_tokens, store.first_tokens + on_host
     parts: list[_Part] = []
     if store.ends.num_entries:
@@ -197,8 +197,7 @@ def _parts_of(queries: Queries, store: OneSequence, host: HostAttention) -> list
     if end - start < on_host:
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
-        first_of_chunk = max(0, min(last, num_tokens - length) - first)
-        parts.append(host.part(middle, store.middle, first_of_chunk, end - start, on_end))
+        parts.append(host.part(middle, store.middle, end - start, on_end))
     return parts
 
 
@@ -243,8 +242,10 @@ def _attend_to_shards(queries: Queries, store: ShardedStore, host: HostAttention
     shape, width = query.shape[:3], store.shape.value_dim + 1
     message = torch.empty(shape.numel() * width + MARK_SIZE)
     rows, mark = message[:-MARK_SIZE].view(*shape, width), message[-MARK_SIZE:]
-    own = PartialAttention(rows[..., :-1], rows[..., -1])
-    _attend_to_own(queries._replace(states=query.cpu()), store, host, own)
+    out, lse = PartialAttention(torch.zeros(()), torch.tensor(-torch.inf))
+    if store.own_tokens:
+        out, lse = host.partial(queries._replace(states=query.cpu()), store)
+    rows[..., :-1], rows[..., -1] = out, lse
     mark.copy_(torch.tensor(store.mark()))
     sent_too_often = (peers.size - 1) * message.nbytes * (1 - 2 / peers.size)
     if sent_too_often < _WORTH_A_ROUND:
@@ -256,25 +257,6 @@ def _attend_to_shards(queries: Queries, store: ShardedStore, host: HostAttention
         all_rows = peers.exchange(_merged(store, heard, width)).flatten(0, 1)[: shape.numel()]
     all_rows = all_rows.view(*shape, width).to(query.device)
     return PartialAttention(all_rows[..., :-1], all_rows[..., -1])
-
-
-def _attend_to_own(queries: Queries, store: ShardedStore, host: HostAttention, written: PartialAttention) -> None:
-    """Write the partial result of the own shard."""
-    query, mask = queries.states, queries.mask
-    length = at_once = query.shape[2]
-    if not store.own_tokens:
-        written.out.zero_()
-        written.lse.fill_(-torch.inf)
-        return
-    if length > MAX_QUERIES and not (has_kernel_for_many(store.shape) or has_lse(store.shape, mask)):
-        at_once = MAX_QUERIES
-    cut = store.shard.tokens(max(0, store.num_tokens - length))
-    for start in range(0, length, at_once):
-        some = slice(start, start + at_once)
-        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, some]
-        out, lse = host.partial(queries._replace(states=query[:, :, some], mask=seen), store, cut)
-        written.out[:, :, some].copy_(out)
-        written.lse[:, :, some].copy_(lse)
 
 
 def _merged(store: ShardedStore, heard: torch.Tensor, width: int) -> torch.Tensor:

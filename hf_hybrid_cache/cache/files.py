@@ -103,13 +103,9 @@ def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds |
         raise CacheFileError(
             file.path, f"does not describe a cache (of sequences there are {', '.join(told)}, and {num_ids:,} ids)."
         )
-    if token_ids is not None:
-        _require_prefix(file, as_token_ids("token_ids", token_ids).to("cpu", torch.long))
-
-
-def _require_prefix(file: CacheFile, given: torch.Tensor) -> None:
-    """Raise `CacheFileError` if token ids, `[batch, tokens]`, do not begin with those that were saved."""
-    saved = file.token_ids
+    if token_ids is None:
+        return
+    given, saved = as_token_ids("token_ids", token_ids).to("cpu", torch.long), file.token_ids
     if saved is None:
         raise CacheFileError(file.path, "has no token ids to compare with: save it with token_ids.")
     if given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
@@ -124,26 +120,3 @@ def _require_prefix(file: CacheFile, given: torch.Tensor) -> None:
             f"is of another text: token {position:,} of sequence {sequence} is {int(saved[different])} in the file "
             f"and {int(given[different])} in token_ids (counted from 0).",
         )
-
-
-def conversion(
-    file: CacheFile, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool
-) -> torch.dtype | None:
-    """Return the dtype to convert saved states to, asked for or of the model; `None` to leave them as they are."""
-    wanted = asked_for or expected
-    saved = next((layer.states for layer in file.description.layers if layer.states), None)
-    if saved is None or wanted is None:
-        return None
-    held, name = getattr(torch, saved.key_dtype), str(wanted).removeprefix("torch.")
-    if held == wanted:
-        return None
-    what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
-    if asked_for is None and torch.promote_types(held, wanted) != wanted:
-        raise CacheFileError(
-            file.path,
-            f"{what}: load the model with dtype=torch.{saved.key_dtype}, or pass dtype=torch.{name} to convert "
-            f"them, which loses some of what they hold. If the model is in {saved.key_dtype} after all, pass that.",
-        )
-    if mmap:
-        raise CacheFileError(file.path, f"{what}, so it has to be converted and cannot be mapped. Pass mmap=False.")
-    return wanted

@@ -26,9 +26,9 @@ from ..processes import Peers
 from ..storage import CacheStats, HostMemoryError, KVCodec
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoints import Checkpoint, kinds_in_the_way, num_sequences
-from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
+from .construction import new_contents, require_config
 from .contents import Contents, MemoryReport
-from .files import conversion, require_fit, save
+from .files import require_fit, save
 from .forward_passes import ForwardPasses
 from .prompts import Prompts
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class HybridCache(DynamicCache, metaclass=ClassOfCaches):
+class HybridCache(DynamicCache):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -149,8 +149,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         It is written beside `path` and takes its place when it is complete; what was there stays until then. A link
         stays, and so do the permissions of a file that is replaced. States that are on a device pass through host
         memory layer by layer. Where processes keep a shard each all of them call it, and the first one writes the whole
-        file, which is that of one process, but for sequences that were repeated: a group copies the first blocks, which
-        one process may share and writes once.
+        file, which is that of one process. Sequences that share blocks are written each with all of them.
 
         Args:
             path: of the file, in a folder that exists.
@@ -186,7 +185,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         device: torch.device | str | None = None,
         token_ids: TokenIds | None = None,
         verify: bool = True,
-        dtype: torch.dtype | None = None,
         group: "ProcessGroup | None" = None,
     ) -> "HybridCache":
         """
@@ -204,15 +202,12 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             token_ids: of the prompt that is to follow, `[batch, tokens]` or a list: refused unless it begins with the
                 tokens that were saved with the cache.
             verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
-            dtype: of the model's keys and values; `None` for `config.dtype`, as far as that is known. What is stored is
-                converted to it where nothing is lost, or where it is asked for here.
             group: processes that keep a share each, as many as there are now: all load the same file, and with
                 `verify=False` each reads only its share.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
-                `token_ids`; `mmap` is asked for and a layer is not attended to on the CPU; or the model is of a type
-                that what is stored cannot be converted to.
+                `token_ids`; or `mmap` is asked for and a layer is not attended to on the CPU.
             HostMemoryError: host memory would not suffice.
 
         Example:
@@ -229,25 +224,16 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
                 cache = HybridCache(config, placement, saved.max_length, file.codecs, group)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
-            known = config.get_text_config(decoder=True).dtype
-            converted_to = conversion(file, dtype, known if isinstance(known, torch.dtype) else None, mmap)
-            cache._take(file, converted_to, device, mmap, verify)
+            cache._take(file, device, mmap, verify)
         return cache
 
     def _take(
-        self,
-        file: CacheFile,
-        converted_to: torch.dtype | None,
-        device: torch.device | str | None,
-        mmap: bool = False,
-        verify: bool = True,
+        self, file: CacheFile, device: torch.device | str | None, mmap: bool = False, verify: bool = True
     ) -> None:
         """Put what a file holds into this empty cache, which has its codecs; see `load` for the errors."""
         file.fill(self.layers, device, mmap, verify)
         self._stores.take_seen_queries(file.seen_queries)
         self._prompts.token_ids = file.token_ids
-        if converted_to is not None:
-            self.to(converted_to)
 
     def __repr__(self) -> str:
         """One line with the kinds of layers, their places and sizes."""
@@ -339,7 +325,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         return self
 
     @outside_of_graphs
-    @of_an_instance
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """
         Tokens of each sequence that are stored, by the first layer of attention or another one.
@@ -668,7 +653,6 @@ def fill_from_file(
     config: PreTrainedConfig,
     device: torch.device,
     token_ids: TokenIds,
-    dtype: torch.dtype,
 ) -> None:
     """
     Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
@@ -679,7 +663,6 @@ def fill_from_file(
         config: of the model.
         device: of the model.
         token_ids: see `HybridCache.load`.
-        dtype: see `HybridCache.load`.
 
     Raises:
         CacheFileError: see `HybridCache.load`; or it is quantized in another way.
@@ -700,7 +683,7 @@ def fill_from_file(
         before = stores.codecs
         try:
             stores.take_codecs(file.codecs)
-            cache._take(file, conversion(file, dtype, dtype, mmap=False), device)
+            cache._take(file, device)
         except BaseException:
             cache.reset()
             stores.take_codecs(before)

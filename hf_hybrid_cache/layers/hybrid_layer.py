@@ -15,7 +15,6 @@ from ..attention import (
 )
 from ..kernels import compile_in_background
 from ..storage import (
-    GRANULE,
     AnyStore,
     KVShape,
     OneSequence,
@@ -40,7 +39,6 @@ class HybridLayer(CacheLayerMixin):
 
     Args:
         layer_idx: index in the model, for messages.
-        ordinal: index among the full-attention layers.
         stores: where the layer gets its store, once the first states tell their shape.
 
     Attributes:
@@ -51,10 +49,9 @@ class HybridLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, layer_idx: int, ordinal: int, stores: LayerStores):
+    def __init__(self, layer_idx: int, stores: LayerStores):
         # Not the parent's: it assigns `keys` and `values`, which are read from the store here.
         self.layer_idx = layer_idx
-        self._ordinal = ordinal
         self._stores = stores
         self._quantized_attention = QuantizedAttention()
         self.store: AnyStore | None = None
@@ -147,7 +144,7 @@ class HybridLayer(CacheLayerMixin):
 
     def place_for(self, shape: KVShape) -> Place:
         """Return the place where states of this shape are kept."""
-        return self._stores.place_of(self.layer_idx, self._ordinal, shape)
+        return self._stores.place_of(self.layer_idx, shape)
 
     def start(self, shape: KVShape, fill: Callable[[OneSequence], object] = lambda new: None) -> OneSequence:
         """Make the layer's store for states of this shape, which `fill` fills, in the place of one that there is."""
@@ -221,7 +218,9 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
-            if not store.num_tokens and new_tokens > _MOST_DRAFTED and self._keeps_chunk(store):
+            is_prompt = not store.num_tokens and new_tokens > _MOST_DRAFTED and stores.peers is None
+            # A sequence's first tokens are attended to as they came, though the store packs them.
+            if is_prompt and store.layout.is_quantized and stores.attention.takes_prompts(store, as_they_came=True):
                 assert isinstance(store, Store)
                 return handles_of(store, stores.attention, *store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
@@ -254,11 +253,6 @@ class HybridLayer(CacheLayerMixin):
             return None if attention.is_declined else attention
         takes_codes = self._place.on_codes and isinstance(store, Store) and not self._quantized_attention.is_declined
         return self._quantized_attention if takes_codes else None
-
-    def _keeps_chunk(self, store: AnyStore) -> bool:
-        """Return whether a sequence's first tokens are attended to as they came, though the store packs them."""
-        is_packed = store.layout.is_quantized and self._stores.peers is None
-        return is_packed and self._stores.attention.takes_prompts(store, as_they_came=True)
 
     @staticmethod
     def _add_beside_device(store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -357,33 +351,11 @@ class HybridLayer(CacheLayerMixin):
             return
         if repeats > 1 and not isinstance(store, SharedPrefix) and self.shares_copies:
             self._stores.drop_checkpoints()
-            self.store = SharedPrefix.continuing(store, self.make_tails(repeats * store.shape.batch))
+            assert self._place is not None
+            tails = self._place.make(store.shape._replace(batch=repeats * store.shape.batch), after_prefix=True)
+            self.store = SharedPrefix.continuing(store, tails)
         else:
             self.reorder_cache(torch.arange(store.shape.batch).repeat_interleave(repeats))
-
-    def make_tails(self, batch: int) -> OneSequence:
-        """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
-        assert self.store is not None
-        assert self._place is not None
-        return self._place.make(self.store.shape._replace(batch=batch), after_prefix=True)
-
-    def continue_with(self, tails: OneSequence) -> None:
-        """
-        Make the stored sequences prefixes of the sequences in `tails`, several for each.
-
-        Raises:
-            ValueError: the stored tokens are no whole blocks.
-            HostMemoryError: they have to be copied for each sequence, and host memory would not suffice.
-        """
-        store = self.store
-        assert store is not None
-        assert not isinstance(store, SharedPrefix)
-        if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
-            raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
-        shares_blocks = self.shares_copies
-        self.store = SharedPrefix(store, tails)
-        if not shares_blocks:
-            self._move(self.store.shape)
 
     def join(self) -> None:
         """Keep a prefix that was shared, and the one sequence that is left after it, in one store."""
@@ -398,11 +370,6 @@ class HybridLayer(CacheLayerMixin):
         if store is None or place is None:
             return False
         return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_settled)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
-        if self.store is not None:
-            self.reorder_cache(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
@@ -459,7 +426,7 @@ class HybridLayer(CacheLayerMixin):
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self.store is not None
         if self._stores.placement.offload:
-            advice = "Pass prefill_chunk_size=512 to generate, or fewer resident_layers or cpu_decode=True to the cache"
+            advice = "Pass prefill_chunk_size=512 to generate, or cpu_decode=True to the cache"
         else:
             advice = "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache(offload=True)"
         return DeviceMemoryError(

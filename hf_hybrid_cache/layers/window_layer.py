@@ -32,7 +32,7 @@ class WindowLayer(HybridLayer):
     shares_copies = False
 
     def __init__(self, layer_idx: int, stores: LayerStores, window: int):
-        super().__init__(layer_idx, -1, stores)
+        super().__init__(layer_idx, stores)
         self.sliding_window = window
         self._records_past = False
 
@@ -52,7 +52,7 @@ class WindowLayer(HybridLayer):
         self.record_past = True
 
     def place_for(self, shape: KVShape) -> Place:
-        return self._stores.place_of_window(self.layer_idx, self.sliding_window, shape)
+        return self._stores.place_of_window(self.sliding_window, shape)
 
     def start(self, *args: Any) -> OneSequence:
         new = super().start(*args)

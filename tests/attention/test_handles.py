@@ -207,7 +207,7 @@ def test_chunks_are_handles_where_the_kernel_attends_to_them(torch_attends):
 
 @pytest.mark.parametrize(
     ("cpu_decode", "expected"),
-    [(None, [True, True]), (False, [False, False]), ([1], [False, True]), ((), [False, False])],
+    [(None, [True, True]), (False, [False, False])],
 )
 def test_layers_attended_on_the_cpu_are_those_asked_for(cpu_decode, expected: list[bool]):
     cache = HybridCache(CONFIG, Placement(cpu_decode=cpu_decode))

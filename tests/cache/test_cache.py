@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     HostMemoryError,
     HybridCache,
     OffloadedHybridCache,
-    Placement,
     QuantizedHybridCache,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -162,7 +161,7 @@ def test_operations_on_an_empty_cache_do_nothing(cache: HybridCache):
 
 def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
     keys, values = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 8).bfloat16()
-    if cache._stores.placement.cpu_decode is True:
+    if cache._stores.placement.cpu_decode not in (None, False):
         with pytest.raises(ValueError, match=r"cpu_decode needs keys and values of one type.*32 and torch.bfloat16"):
             cache.update(keys, values, 0)
         return
@@ -170,11 +169,6 @@ def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
     ours = cache.update(keys, values, 0)
     assert torch.equal(ours[0], torch.cat([keys, keys], dim=2))
     assert torch.equal(ours[1], torch.cat([values, values], dim=2))
-
-
-@pytest.mark.parametrize(("count", "expected"), [(0, set()), (1, {0}), (2, {0, 4}), (3, {0, 2, 5}), (8, set(range(8)))])
-def test_resident_layers_are_spread_evenly(count: int, expected: set[int]):
-    assert Placement(offload=True, resident_layers=count).resident_ordinals(8) == expected
 
 
 # What is refused

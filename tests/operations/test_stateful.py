@@ -222,7 +222,8 @@ class CacheMachine(RuleBasedStateMachine):
             isinstance(part, MinMaxCodec) and part.bits < 8 for codec in codecs for part in (codec.keys, codec.values)
         )
         is_exact = self.setup.integer_kernels is False
-        by_kernel = 2e-2 if has_few_bits and not is_exact else 1e-4 if is_exact and rounding < 1e-6 else 2e-3
+        few_bits = 2e-2 * max(1.0, (use.scale or 0.0) * self.setup.key_dim**0.5)  # more where scores are steeper
+        by_kernel = few_bits if has_few_bits and not is_exact else 1e-4 if is_exact and rounding < 1e-6 else 2e-3
         atol = by_kernel + 4 * rounding if codecs else 1e-5
         if query.shape[2] > MAX_QUERIES or self.setup.placement.device_tokens:
             # torch rounds weights, and what it attends to beside the CPU, to the type of the states.
