@@ -3,15 +3,19 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from ..codecs import is_form_of
 from ..files import CacheFile, CacheFileError, save_layers
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids, first_difference
 from .contents import Contents
+
+if TYPE_CHECKING:
+    from .hybrid_cache import HybridCache
 
 # The weights are not among them: two models that were trained from one config cannot be told apart.
 _TRAITS = (
@@ -120,3 +124,55 @@ def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds |
             f"is of another text: token {position:,} of sequence {sequence} is {int(saved[different])} in the file "
             f"and {int(given[different])} in token_ids (counted from 0).",
         )
+
+
+def take(
+    cache: "HybridCache", file: CacheFile, device: torch.device | str | None, mmap: bool = False, verify: bool = True
+) -> None:
+    """Put what a file holds into an empty cache, which has its codecs; see `HybridCache.load` for the errors."""
+    file.fill(cache.layers, device, mmap, verify)
+    cache._stores.take_seen_queries(file.seen_queries)
+    cache._prompts.token_ids = file.token_ids
+
+
+def fill_from_file(
+    cache: "HybridCache",
+    path: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    device: torch.device,
+    token_ids: TokenIds,
+) -> None:
+    """
+    Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
+
+    Args:
+        cache: whose placement, group and other options hold, whatever those of the saved one were.
+        path: of the file.
+        config: of the model.
+        device: of the model.
+        token_ids: see `HybridCache.load`.
+
+    Raises:
+        CacheFileError: see `HybridCache.load`; or it is quantized in another way.
+        HostMemoryError: host memory would not suffice.
+    """
+    stores = cache._stores
+    with CacheFile(path) as file:
+        require_fit(file, config, token_ids)
+        for index in sorted({*file.codecs, *stores.asked_codecs}):
+            there, here = file.codecs.get(index), stores.asked_codecs.get(index)
+            if there is None or here is None or not is_form_of(there, here):
+                forms = ("in full precision" if each is None else str(each) for each in (there, here))
+                raise CacheFileError(
+                    path,
+                    f"is of a cache that is quantized in another way: layer {index} is {' there and '.join(forms)} "
+                    "here. Pass a cache of its form.",
+                )
+        before = stores.codecs
+        try:
+            stores.take_codecs(file.codecs)
+            take(cache, file, device)
+        except BaseException:
+            cache.reset()
+            stores.take_codecs(before)
+            raise
