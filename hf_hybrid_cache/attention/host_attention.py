@@ -262,7 +262,7 @@ def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
             keys, values = folded_codecs(store.codec)
             quantized = QuantizedBlocks(
                 *packed.arrays(),
-                store.sink_tokens // GRANULE,
+                store.layout.own_sink_tokens // GRANULE,
                 packed.num_entries - num_elsewhere // GRANULE,
                 keys.layout(shape.key_dim),
                 values.layout(shape.value_dim),

@@ -134,7 +134,7 @@ class Contents:
         kept = ((each.device, each.nbytes) for kept in tuple(self.checkpoints.values()) for each in kept.tensors())
         for device, num_bytes in (*self._buffers(self.layers), *kept):
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
-        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens, self.stores.attention.num_bytes)
+        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens, self.stores.attention.host.num_bytes)
 
     def described(self) -> str:
         """Return the kinds of layers, their places and sizes, in one line."""

@@ -97,7 +97,8 @@ class SplitStore(TokenStore):
         start, end = streamed.streamed_from, streamed.num_entries
         if middle.packed is None:
             return start, end
-        return middle.sink_tokens + start * GRANULE, middle.sink_tokens + end * GRANULE
+        sinks = middle.layout.own_sink_tokens
+        return sinks + start * GRANULE, sinks + end * GRANULE
 
     def read_staged(self) -> Pair:
         """Return the states of `staged_range`, on the device; call it once for each `add` for a use there."""

@@ -99,11 +99,6 @@ class Store(TokenStore):
     def own_tokens(self) -> int:
         return self.dense.num_entries + (0 if self.packed is None else self.packed.num_entries * GRANULE)
 
-    @property
-    def sink_tokens(self) -> int:
-        """Number of tokens in `dense` that come before packed blocks, once there are as many."""
-        return self.layout.own_sink_tokens
-
     def settled_after(self, lengths: Sequence[int]) -> int:
         return self.layout.after(lengths[-1]).settled_tokens(lengths[-1])
 
@@ -377,7 +372,7 @@ class Store(TokenStore):
         assert choice is not None
         dense.wait_for_copies()
         keys, values = dense.read_range(0, dense.num_entries) if came is None else came
-        first = min(self.sink_tokens, dense.num_entries)
+        first = min(self.layout.own_sink_tokens, dense.num_entries)
         due = keys[:, :, first:], values[:, :, first:]
         if came is None:  # those were checked as they came
             self._require_finite(due, due[0].shape[2] // GRANULE - 1)

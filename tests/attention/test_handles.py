@@ -273,4 +273,4 @@ def test_memory_for_many_shapes_of_queries_is_given_back():
     cache.update(*states(3, 0), 0)
     for new in range(1, 17):
         scaled_dot_product_attention(query_of(new), *cache.update(*states(new, 0), 0), enable_gqa=True)
-    assert len(cache._stores.attention._host._workspaces) <= 8
+    assert len(cache._stores.attention.host._workspaces) <= 8

@@ -28,10 +28,6 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
 
 
-def num_full_attention_layers(config: PreTrainedConfig) -> int:
-    return len(full_attention_layers(config))
-
-
 def stock(config: PreTrainedConfig) -> Cache:
     return DynamicCache(config=config)
 
