@@ -64,17 +64,12 @@ class HybridLayer(CacheLayerMixin):
     @property
     def device(self) -> torch.device:
         """Device of the states that come and go; missing before the first states, as in transformers' layer."""
-        return self._states_shape().device
+        return self.store.shape.device  # type: ignore[union-attr]
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the keys; missing before the first states, as in transformers' layer."""
-        return self._states_shape().key_dtype
-
-    def _states_shape(self) -> KVShape:
-        if self.store is None:
-            raise AttributeError(f"Layer {self.layer_idx} has no device and no dtype before its first states.")
-        return self.store.shape
+        return self.store.shape.key_dtype  # type: ignore[union-attr]
 
     @property
     def is_attended_on_cpu(self) -> bool:
