@@ -116,13 +116,13 @@ def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds |
         raise CacheFileError(
             file.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
         )
-    different = first_difference(saved, given[:, : saved.shape[1]])
-    if different is not None:
-        sequence, position = different
+    at = first_difference(saved, given[:, : saved.shape[1]])
+    if at is not None:
+        sequence, position = at
         raise CacheFileError(
             file.path,
-            f"is of another text: token {position:,} of sequence {sequence} is {int(saved[different])} in the file "
-            f"and {int(given[different])} in token_ids (counted from 0).",
+            f"is of another text: token {position:,} of sequence {sequence} is {int(saved[at])} in the file and "
+            f"{int(given[at])} in token_ids (counted from 0).",
         )
 
 
