@@ -366,6 +366,11 @@ class HybridLayer(CacheLayerMixin):
             return False
         return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_settled)
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        if self.store is not None:
+            self.reorder_cache(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
+
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
         return () if self.store is None else self.store.buffers()
