@@ -111,7 +111,7 @@ def test_selected_repeated_and_copied_sequences_keep_their_prompt(kind: str):
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_states_of_continuations_that_are_set_then_are_those_of_a_new_layer(kind: str):
+def test_states_of_continuations_that_are_set_are_those_of_a_new_layer(kind: str):
     ours, reference = continued(kind)
     add((ours, reference), 3, 10, seed=1)
     keys, values = ours.layers[0].keys.clone(), ours.layers[0].values

@@ -102,7 +102,7 @@ def test_memory_of_states_that_nobody_holds_then_is_used_again():
 
 
 @pytest.mark.parametrize("name", ["dynamic", "default", "8 bits"])
-def test_layers_when_read_or_set_then_take_memory_of_one_and_are_saved(tmp_path, name: str):
+def test_layers_when_read_or_set_take_memory_of_one_and_are_saved(tmp_path, name: str):
     cache = filled(ALL[name])
     values = cache.layers[0].values.clone()
     values[:, :, -1] = 7
@@ -159,7 +159,7 @@ def test_empty_layers_take_states():
 
 
 @pytest.mark.skipif(group_of_one() is None, reason="this torch has no gloo")
-def test_states_of_a_shared_layer_when_set_then_are_refused_with_the_way_out():
+def test_states_of_a_shared_layer_when_set_then_are_refused():
     cache = filled(lambda config: DynamicHybridCache(config, group=group_of_one()))
     with pytest.raises(RuntimeError, match="load it with group="):
         cache.layers[0].set(cache.layers[0].keys, cache.layers[0].values)
