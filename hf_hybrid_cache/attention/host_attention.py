@@ -127,6 +127,9 @@ class HostAttention:
             return self._attend_to(queries, blocks_of(store), query.dtype)[0]
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
+        if not query.is_cpu:  # one process of a group that is on an accelerator
+            mask = None if queries.mask is None else queries.mask.cpu()
+            return self.attend(queries._replace(states=query.cpu(), mask=mask), store).to(query.device)
         return attend_in_pieces(queries, store).out.to(query.dtype)
 
     def partial(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> PartialAttention:
