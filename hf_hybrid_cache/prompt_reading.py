@@ -229,7 +229,7 @@ class _Checkpoint:
             )
         model = self._model
         try:
-            fill_from_file(self._cache, self._path, model.config, model.device, self._token_ids, model.dtype)
+            fill_from_file(self._cache, self._path, model.config, model.device, self._token_ids)
         except CacheFileError as error:
             way_out = "To read the prompt anew, remove the file or name another."
             raise CacheFileError(self._path, f"{error.reason} {way_out}") from error

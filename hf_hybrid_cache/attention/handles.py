@@ -71,7 +71,7 @@ class LayerView:
             self._came = None
         if is_mask_added and mask is not None and mask.dtype != torch.bool:
             assert isinstance(self.attention, StoredAttention)
-            queries = queries._replace(mask=self.attention.simplified(mask))
+            queries = queries._replace(mask=self.attention.simplified.of(mask))
         return self.attention(queries, self.tokens)
 
     def states(self, what: str) -> Pair:

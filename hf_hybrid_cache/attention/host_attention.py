@@ -44,7 +44,7 @@ from .queries import (
     mask_arrays,
     seen_ranges,
 )
-from .torch_attention import PartialAttention, attend_in_pieces, attend_to_prompt
+from .torch_attention import PartialAttention, attend_in_pieces
 
 # With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
 MAX_QUERIES = 64
@@ -127,31 +127,29 @@ class HostAttention:
             return self._attend_to(queries, blocks_of(store), query.dtype)[0]
         if are_few:
             return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
-        store.wait_for_copies()
-        return attend_to_prompt(queries, store)
+        if not query.is_cpu:  # one process of a group that is on an accelerator
+            mask = None if queries.mask is None else queries.mask.cpu()
+            return self.attend(queries._replace(states=query.cpu(), mask=mask), store).to(query.device)
+        return attend_in_pieces(queries, store).out.to(query.dtype)
 
-    def partial(
-        self, queries: Queries, store: Store, first_of_chunk: int = 0, num_elsewhere: int = 0
-    ) -> PartialAttention:
+    def partial(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> PartialAttention:
         """
         Attend to a store in host memory on this thread.
 
-        The mask of many queries hides tokens from `first_of_chunk` on. Few leave out `num_elsewhere` tokens, which are
-        attended to elsewhere: the last ones, or the last ones that are quantized.
+        Few queries leave out `num_elsewhere` tokens, which are attended to elsewhere: the last ones, or the last ones
+        that are quantized.
         """
         query = queries.states
         are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
         if are_few or (query.is_cpu and _takes_kernel(queries, store.shape)):
             out, lse = self._attend_to(queries, blocks_of(store, num_elsewhere), torch.float32)
             return PartialAttention(out, torch.tensor(lse))
-        store.wait_for_copies()
-        return attend_in_pieces(queries, store, first_of_chunk)
+        return attend_in_pieces(queries, store)
 
     def part(
         self,
         queries: Queries,
         store: Store,
-        first_of_chunk: int = 0,
         num_elsewhere: int = 0,
         on_end: Callable[[bool], None] | None = None,
     ) -> Callable[[], PartialAttention]:
@@ -163,7 +161,7 @@ class HostAttention:
         """
         query = queries.states
         if query.is_cpu or query.shape[2] > MAX_QUERIES or queries.are_causal:
-            return lambda: self.partial(queries, store, first_of_chunk, num_elsewhere)
+            return lambda: self.partial(queries, store, num_elsewhere)
         attend = self._on_host(queries, store, num_elsewhere)
         others: list[Issued] = []
 
@@ -267,7 +265,7 @@ def blocks_of(store: Store, num_elsewhere: int = 0) -> StoredBlocks:
             keys, values = folded_codecs(store.codec)
             quantized = QuantizedBlocks(
                 *packed.arrays(),
-                store.sink_tokens // GRANULE,
+                store.layout.own_sink_tokens // GRANULE,
                 packed.num_entries - num_elsewhere // GRANULE,
                 keys.layout(shape.key_dim),
                 values.layout(shape.value_dim),

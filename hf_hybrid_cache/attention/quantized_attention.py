@@ -46,7 +46,7 @@ class QuantizedAttention:
         (keys, values), packed = store.dense.read(), store.packed.read()
         of_keys, of_values = folded_codecs(store.codec)
         layouts = of_keys.layout(shape.key_dim), of_values.layout(shape.value_dim)
-        codes = Codes(*packed, min(store.num_tokens, store.sink_tokens), *layouts)
+        codes = Codes(*packed, min(store.num_tokens, store.layout.own_sink_tokens), *layouts)
         maps = self._maps = _maps_of(store.codec, shape, self._maps)
         turned = rows.float()
         if maps.of_queries is not None:

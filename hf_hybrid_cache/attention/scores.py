@@ -161,7 +161,7 @@ class Scores(LazyTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _STEPS and kwargs.keys() <= _OPTIONS:
-            result = _STEPS[func](func, *args, **kwargs)
+            result = _STEPS[func](partial(_computed, func, args, kwargs), *args, **kwargs)
             if result is not None:
                 return result
         # The tensor itself answers shape, type and device; operations that need numbers end in __torch_dispatch__.
@@ -175,99 +175,91 @@ def scores_of(product: Product, queries: Queries, tokens: int, compute: _Compute
     return Scores.make(Written(queries), product, (*query.shape[:3], tokens), query.dtype, compute)
 
 
+def _computed(func: Any, args: Any, kwargs: Any, what: str) -> Any:
+    """Compute an operation with the numbers of scores, which `what` reads."""
+    args, kwargs = tree_map_only(Scores, lambda scores: scores.numbers(what), (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _made(
     scores: Scores,
-    operation: Callable[[torch.Tensor], torch.Tensor],
+    step: _Compute,
     written: Written,
     dtype: torch.dtype | None = None,
     columns: int | None = None,
 ) -> Scores:
-    """Return what `operation` makes of scores, which is `written`."""
+    """Return what a step makes of scores, which is `written`."""
     shape = (*scores.shape[:3], scores.shape[3] if columns is None else columns)
-    return Scores.make(
-        written, scores.product, shape, dtype or scores.dtype, lambda what: operation(scores.numbers(what))
-    )
+    return Scores.make(written, scores.product, shape, dtype or scores.dtype, step)
 
 
-def _times(scores: Scores, operation: Callable[[torch.Tensor], torch.Tensor], number: object) -> Scores | None:
-    """Return scores times a number, unless something was added to them."""
-    written = scores.written
-    if written.form != "products" or not isinstance(number, (int, float)) or number == 0:
+def _needs_gradients(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _multiplied(step: Any, first: Any, second: Any) -> Scores | None:
+    """Scores times a number, or divided by one, unless something was added to them."""
+    scores, number = (first, second) if isinstance(first, Scores) else (second, first)
+    divides = step.args[0] in _DIVISIONS
+    if scores.written.form != "products" or not isinstance(number, (int, float)) or number == 0:
         return None
-    queries = written.queries
+    if divides and scores is second:
+        return None
+    queries, factor = scores.written.queries, 1 / number if divides else number
     assert queries.scale is not None
-    cap = None if queries.cap is None else queries.cap * number
-    return _made(scores, operation, Written(queries._replace(scale=queries.scale * number, cap=cap)))
+    cap = None if queries.cap is None else queries.cap * factor
+    return _made(scores, step, Written(queries._replace(scale=queries.scale * factor, cap=cap)))
 
 
-def _multiplied(func: Any, first: Any, second: Any) -> Scores | None:
-    if isinstance(first, Scores):
-        return _times(first, lambda numbers: func(numbers, second), second)
-    return _times(second, lambda numbers: func(first, numbers), first)
-
-
-def _divided(func: Any, scores: Any, number: Any) -> Scores | None:
-    if not isinstance(scores, Scores) or not isinstance(number, (int, float)) or number == 0:
-        return None
-    return _times(scores, lambda numbers: func(numbers, number), 1 / number)
-
-
-def _tanh(func: Any, scores: Scores) -> Scores | None:
+def _tanh(step: Any, scores: Scores) -> Scores | None:
     written = scores.written
     if written.form != "products" or written.queries.cap is not None:
         return None
-    return _made(scores, func, Written(written.queries._replace(cap=1.0)))
+    return _made(scores, step, Written(written.queries._replace(cap=1.0)))
 
 
-def _added(func: Any, first: Any, second: Any) -> Scores | None:
+def _added(step: Any, first: Any, second: Any) -> Scores | None:
     scores, mask = (first, second) if isinstance(first, Scores) else (second, first)
     written = scores.written
-    if not written.are_scores or written.has_sinks or not isinstance(mask, torch.Tensor):
+    if not written.are_scores or written.has_sinks or not isinstance(mask, torch.Tensor) or isinstance(mask, Scores):
         return None
-    queries, tokens = written.queries, scores.shape[3]
-    if isinstance(mask, Scores) or not mask.dtype.is_floating_point or not covers(mask, queries.states, tokens):
-        return None
-    if torch.is_grad_enabled() and mask.requires_grad:
+    queries = written.queries
+    if not mask.dtype.is_floating_point or not covers(mask, queries.states, scores.shape[3]) or _needs_gradients(mask):
         return None
     shaped = scores.product.watch(mask)[(None,) * (4 - mask.dim())]
     total = shaped if queries.mask is None else queries.mask + shaped
-    result = torch.promote_types(scores.dtype, mask.dtype)
     form = "scores" if written.form == "products" else written.form
-    masked = Written(queries._replace(mask=total), form)
-    return _made(scores, lambda numbers: func(numbers, mask), masked, result)
+    result = torch.promote_types(scores.dtype, mask.dtype)
+    return _made(scores, step, Written(queries._replace(mask=total), form), result)
 
 
-def _joined(func: Any, tensors: Any, dim: int = 0) -> Scores | None:
+def _joined(step: Any, tensors: Any, dim: int = 0) -> Scores | None:
     if len(tensors) != 2 or dim not in (-1, 3) or not isinstance(tensors[0], Scores):
         return None
     scores, sinks = tensors
     written = scores.written
-    is_column = isinstance(sinks, torch.Tensor) and tuple(sinks.shape) == (*scores.shape[:3], 1)
     if written.form not in ("products", "scores") or written.has_sinks:
         return None
-    if not is_column or isinstance(sinks, Scores):
-        return None
-    if torch.is_grad_enabled() and sinks.requires_grad:
+    is_column = isinstance(sinks, torch.Tensor) and tuple(sinks.shape) == (*scores.shape[:3], 1)
+    if not is_column or isinstance(sinks, Scores) or _needs_gradients(sinks):
         return None
     joined = Written(written.queries._replace(sinks=scores.product.watch(sinks)), "scores", has_sinks=True)
-    result = torch.promote_types(scores.dtype, sinks.dtype)
-    return _made(scores, lambda numbers: func([numbers, sinks], dim=dim), joined, result, scores.shape[3] + 1)
+    return _made(scores, step, joined, torch.promote_types(scores.dtype, sinks.dtype), scores.shape[3] + 1)
 
 
-def _highest(func: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def _highest(step: Any, scores: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     written = scores.written
     if not written.are_scores or not isinstance(dim, int) or dim not in (-1, 3) or not keepdim:
         return None
-    highest, found = written._replace(form="highest"), partial(func, dim=dim, keepdim=True)
-    if func in (torch.Tensor.amax, torch.amax):
-        return _made(scores, found, highest, columns=1)
-    values = _made(scores, lambda numbers: found(numbers).values, highest, columns=1)
-    places = written._replace(form="numbers")
-    indices = _made(scores, lambda numbers: found(numbers).indices, places, torch.int64, columns=1)
+    highest, places = (written._replace(form=form) for form in ("highest", "numbers"))
+    if step.args[0] in (torch.Tensor.amax, torch.amax):
+        return _made(scores, step, highest, columns=1)
+    values = _made(scores, lambda what: step(what).values, highest, columns=1)
+    indices = _made(scores, lambda what: step(what).indices, places, torch.int64, columns=1)
     return torch.return_types.max((values, indices))
 
 
-def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
+def _without_highest(step: Any, scores: Any, highest: Any) -> Scores | None:
     """Scores minus the highest of them: weights do not depend on it."""
     if not (isinstance(scores, Scores) and isinstance(highest, Scores)):
         return None
@@ -276,35 +268,35 @@ def _without_highest(func: Any, scores: Any, highest: Any) -> Scores | None:
         return None
     if scores.product is not highest.product or not written.says_the_same(other):
         return None
-    return _made(scores, lambda numbers: func(numbers, highest.numbers("sub")), written._replace(form="shifted"))
+    return _made(scores, step, written._replace(form="shifted"))
 
 
 def _softmax(
-    func: Any, scores: Scores, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    step: Any, scores: Scores, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Scores | None:
     written = scores.written
     if not written.are_scores or dim not in (-1, 3) or isinstance(_stacklevel, torch.dtype):
         return None
-    return _made(scores, partial(func, dim=dim, dtype=dtype), written._replace(form="weights"), dtype)
+    return _made(scores, step, written._replace(form="weights"), dtype)
 
 
-def _as_type(func: Any, scores: Any, *arguments: Any, **options: Any) -> Scores | None:
-    dtype = options.get("dtype") if options else arguments[0] if arguments else _TYPES.get(func)
+def _as_type(step: Any, scores: Any, *arguments: Any, **options: Any) -> Scores | None:
+    dtype = options.get("dtype") if options else arguments[0] if arguments else _TYPES.get(step.args[0])
     if not isinstance(scores, Scores) or scores.written.form == "numbers" or len(arguments) + len(options) > 1:
         return None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    return _made(scores, lambda numbers: func(numbers, *arguments, **options), scores.written, dtype)
+    return _made(scores, step, scores.written, dtype)
 
 
 def _dropped_out(
-    func: Any, scores: Scores, p: float = 0.5, training: bool = True, inplace: bool = False
+    step: Any, scores: Scores, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Scores | None:
     """Weights after dropout that is off."""
     return scores if p == 0 or not training else None
 
 
-def _without_sinks(func: Any, scores: Scores, index: Any) -> Scores | None:
+def _without_sinks(step: Any, scores: Scores, index: Any) -> Scores | None:
     written, whole = scores.written, slice(None)
     if written.form != "weights" or not written.has_sinks:
         return None
@@ -312,12 +304,10 @@ def _without_sinks(func: Any, scores: Scores, index: Any) -> Scores | None:
         return None
     if index not in ((..., slice(None, -1)), (whole, whole, whole, slice(None, -1))):
         return None
-    return _made(
-        scores, lambda numbers: func(numbers, index), written._replace(has_sinks=False), columns=scores.shape[3] - 1
-    )
+    return _made(scores, step, written._replace(has_sinks=False), columns=scores.shape[3] - 1)
 
 
-def _attended(func: Any, weights: Any, values: Any) -> torch.Tensor | None:
+def _attended(step: Any, weights: Any, values: Any) -> torch.Tensor | None:
     """Attention: weights times the handle of values."""
     if not isinstance(weights, Scores) or isinstance(values, Scores):
         return None
@@ -334,12 +324,14 @@ _TYPES = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
 }
-# Arguments that the functions below take by name.
+_DIVISIONS = (torch.div, torch.Tensor.div, torch.Tensor.__truediv__)
+# Arguments that the functions above take by name.
 _OPTIONS = {"dim", "dtype", "inplace", "keepdim", "p", "training", "_stacklevel"}
-# What attention is made of. Each function returns `None` for a use that it does not know.
+# What attention is made of. Each function gets what computes the operation, and its arguments; it returns `None` for a
+# use that it does not know.
 _STEPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__], _multiplied),
-    **dict.fromkeys([torch.div, torch.Tensor.div, torch.Tensor.__truediv__], _divided),
+    **dict.fromkeys(_DIVISIONS, _multiplied),
     **dict.fromkeys([torch.tanh, torch.Tensor.tanh], _tanh),
     **dict.fromkeys([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__], _added),
     **dict.fromkeys([torch.cat, torch.concat], _joined),

@@ -21,10 +21,10 @@ from ..storage import (
     SplitStore,
     Store,
 )
-from .host_attention import MAX_QUERIES, HostAttention, has_kernel_for_many
+from .host_attention import HostAttention, has_kernel_for_many
 from .queries import MadeOfMasks, Queries, folded, folded_mask, simplified, unfolded
 from .scores import Product
-from .torch_attention import PartialAttention, attend_to_states, has_lse, merged, merged_at_once, merged_out
+from .torch_attention import PartialAttention, attend_to_states, merged, merged_at_once, merged_out
 
 # Attends to some tokens of a layer; computation on the device may wait for the bus from then on.
 _Part = Callable[[], PartialAttention]
@@ -42,6 +42,8 @@ class StoredAttention:
 
     Attributes:
         is_declined: something else reads the states, so that they are better kept as tensors.
+        host: attention to tokens in host memory.
+        simplified: makes masks of the tokens that are seen of masks that are added to scores, if these say no more.
         products: of queries and keys, whose scores somebody has.
     """
 
@@ -49,9 +51,9 @@ class StoredAttention:
         self._stats = stats
         self._is_asked_for = is_asked_for
         self.is_declined = self._has_attended = self._has_warned = False
-        self._host = HostAttention(stats)
+        self.host = HostAttention(stats)
         self._prefix_masks, self._own_masks = MadeOfMasks(folded_mask), MadeOfMasks(_columns_of)
-        self._simplified = MadeOfMasks(simplified)
+        self.simplified = MadeOfMasks(simplified)
         self.products: weakref.WeakSet[Product] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
@@ -59,11 +61,6 @@ class StoredAttention:
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         twin._has_attended = self._has_attended
         return twin
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the host memory that attention works in."""
-        return self._host.num_bytes
 
     def compute_kept(self) -> None:
         """Compute scores that somebody keeps, as `output_attentions` does, before what they are made of changes."""
@@ -81,10 +78,6 @@ class StoredAttention:
             and has_kernel_for_many(store.shape)
         )
 
-    def simplified(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """Return a mask that is added to scores as one of the tokens that are seen, if it says no more."""
-        return self._simplified.of(mask)
-
     def __call__(self, queries: Queries, store: AnyStore) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
@@ -101,7 +94,7 @@ class StoredAttention:
         if queries.sinks is None:
             whole = _in_one_place(store)
             if whole is not None:
-                return self._host.attend(queries, whole)
+                return self.host.attend(queries, whole)
         try:
             parts = self._parts(queries._replace(sinks=None), store)
             if queries.sinks is not None:
@@ -113,17 +106,17 @@ class StoredAttention:
                 return parts[0]().out.to(query.dtype)
             return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
         finally:
-            wait(self._host.running)
-            self._host.running.clear()
+            wait(self.host.running)
+            self.host.running.clear()
 
     def _parts(self, queries: Queries, store: AnyStore) -> list[_Part]:
         """List the parts of a layer; all processes of a group are one."""
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             own = None if queries.mask is None else self._own_masks.of(queries.mask, store.shard)
-            return [partial(_attend_to_shards, queries._replace(mask=own), store, self._host)]
+            return [partial(_attend_to_shards, queries._replace(mask=own), store, self.host)]
         if isinstance(store, SharedPrefix):
             return self._parts_of_continuations(queries, store)
-        return _parts_of(queries, store, self._host)
+        return _parts_of(queries, store, self.host)
 
     def _parts_of_continuations(self, queries: Queries, store: SharedPrefix) -> list[_Part]:
         """
@@ -143,8 +136,8 @@ class StoredAttention:
             prefix: list[_Part] = [partial(attend_to_states, of_prefix, store.prefix.read)]
             tails: list[_Part] = [partial(attend_to_states, of_tails, store.tails.read)]
         else:
-            prefix = _parts_of(of_prefix, store.prefix, self._host)
-            tails = _parts_of(of_tails, store.tails, self._host) if store.tails.num_tokens else []
+            prefix = _parts_of(of_prefix, store.prefix, self.host)
+            tails = _parts_of(of_tails, store.tails, self.host) if store.tails.num_tokens else []
         *first, last = (partial(_unfolded, part, continuations) for part in prefix)
         return [*first, *tails[:-1], last, *tails[-1:]]
 
@@ -175,7 +168,7 @@ class StoredAttention:
 
     def reset(self) -> None:
         """Forget that something needed the states, and give back the memory that attention works in."""
-        self._host.reset()
+        self.host.reset()
         self.products.clear()
         self.is_declined = self._has_warned = self._has_attended = False
 
@@ -184,7 +177,7 @@ def _parts_of(queries: Queries, store: OneSequence, host: HostAttention) -> list
     """List the parts of a store, those on the device first."""
     if isinstance(store, Store):
         return [host.part(queries, store)]
-    on_host, num_tokens, length = store.middle.num_tokens, store.num_tokens, queries.states.shape[2]
+    on_host, num_tokens = store.middle.num_tokens, store.num_tokens
     first, last = store.first_tokens, store.first_tokens + on_host
     parts: list[_Part] = []
     if store.ends.num_entries:
@@ -197,8 +190,7 @@ def _parts_of(queries: Queries, store: OneSequence, host: HostAttention) -> list
     if end - start < on_host:
         adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
         on_end = store.note_ended if adapts else None
-        first_of_chunk = max(0, min(last, num_tokens - length) - first)
-        parts.append(host.part(middle, store.middle, first_of_chunk, end - start, on_end))
+        parts.append(host.part(middle, store.middle, end - start, on_end))
     return parts
 
 
@@ -243,8 +235,10 @@ def _attend_to_shards(queries: Queries, store: ShardedStore, host: HostAttention
     shape, width = query.shape[:3], store.shape.value_dim + 1
     message = torch.empty(shape.numel() * width + MARK_SIZE)
     rows, mark = message[:-MARK_SIZE].view(*shape, width), message[-MARK_SIZE:]
-    own = PartialAttention(rows[..., :-1], rows[..., -1])
-    _attend_to_own(queries._replace(states=query.cpu()), store, host, own)
+    out, lse = PartialAttention(torch.zeros(()), torch.tensor(-torch.inf))
+    if store.own_tokens:
+        out, lse = host.partial(queries._replace(states=query.cpu()), store)
+    rows[..., :-1], rows[..., -1] = out, lse
     mark.copy_(torch.tensor(store.mark()))
     sent_too_often = (peers.size - 1) * message.nbytes * (1 - 2 / peers.size)
     if sent_too_often < _WORTH_A_ROUND:
@@ -256,25 +250,6 @@ def _attend_to_shards(queries: Queries, store: ShardedStore, host: HostAttention
         all_rows = peers.exchange(_merged(store, heard, width)).flatten(0, 1)[: shape.numel()]
     all_rows = all_rows.view(*shape, width).to(query.device)
     return PartialAttention(all_rows[..., :-1], all_rows[..., -1])
-
-
-def _attend_to_own(queries: Queries, store: ShardedStore, host: HostAttention, written: PartialAttention) -> None:
-    """Write the partial result of the own shard."""
-    query, mask = queries.states, queries.mask
-    length = at_once = query.shape[2]
-    if not store.own_tokens:
-        written.out.zero_()
-        written.lse.fill_(-torch.inf)
-        return
-    if length > MAX_QUERIES and not (has_kernel_for_many(store.shape) or has_lse(store.shape, mask)):
-        at_once = MAX_QUERIES
-    cut = store.shard.tokens(max(0, store.num_tokens - length))
-    for start in range(0, length, at_once):
-        some = slice(start, start + at_once)
-        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, some]
-        out, lse = host.partial(queries._replace(states=query[:, :, some], mask=seen), store, cut)
-        written.out[:, :, some].copy_(out)
-        written.lse[:, :, some].copy_(lse)
 
 
 def _merged(store: ShardedStore, heard: torch.Tensor, width: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from ..codecs import as_written
-from ..storage import KVShape, Pair, Store
+from ..storage import Pair, Store
 from .queries import Queries
 
 # Tokens of a piece: enough for torch to be fast, and few enough for their copy to stay in the processor's caches.
@@ -82,10 +82,10 @@ def attend_to_states(queries: Queries, read: Callable[[], Pair]) -> PartialAtten
     return _of_heads(queries, attend_by_torch(rows, *read()))
 
 
-def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> PartialAttention:
-    """Attend to a store piece by piece; the mask hides tokens from `first_of_chunk` on."""
+def attend_in_pieces(queries: Queries, store: Store) -> PartialAttention:
+    """Attend to a store piece by piece."""
     rows, total = queries._replace(states=queries.rows()), None
-    for start, (keys, values) in store.in_pieces(PIECE_TOKENS, first_of_chunk):
+    for start, (keys, values) in store.in_pieces(PIECE_TOKENS):
         seen = queries.of_tokens((start, start + keys.shape[2])).mask
         if seen is not None and seen.dtype == torch.bool and seen.all():
             seen = None
@@ -93,21 +93,6 @@ def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> Par
         total = merged(total, attend_by_torch(rows, keys, values))
     assert total is not None
     return _of_heads(queries, total)
-
-
-def attend_to_prompt(queries: Queries, store: Store) -> torch.Tensor:
-    """Attend with many queries, the last tokens of `store`, to all of its tokens; the output has the query's type."""
-    query, mask = queries.states, queries.mask
-    if has_lse(store.shape, mask) or queries.cap is not None:
-        return attend_in_pieces(queries, store, store.own_tokens - query.shape[2]).out.to(query.dtype)
-    keys, values = (states.repeat_interleave(queries.group, dim=1) for states in store.read())
-    with as_written(query.device):
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
-
-
-def has_lse(shape: KVShape, mask: torch.Tensor | None) -> bool:
-    """Return whether torch's fast attention returns the lse of the rows of `attend_in_pieces`."""
-    return shape.key_dim == shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
 def _rows_of_mask(queries: Queries, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,7 +3,8 @@
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
 from .checkpoints import kinds_that_stay
 from .contents import Contents, MemoryReport
-from .hybrid_cache import HybridCache, contents_of, fill_from_file
+from .files import fill_from_file
+from .hybrid_cache import HybridCache, contents_of
 from .whole_step import WholeSteps, is_unaltered
 
 __all__ = [

@@ -51,12 +51,11 @@ class OffloadedHybridCache(HybridCache):
     """
     A cache in host memory whose layers are streamed to the compute device ahead of use.
 
-    Only new tokens go back to the host. The device holds `prefetch_layers + 1` layers, and the resident ones.
+    Only new tokens go back to the host. The device holds `prefetch_layers + 1` layers.
 
     Args:
         config: the model's config (`model.config`).
         prefetch_layers: how many layers are on their way to the device while one is attended to.
-        resident_layers: how many layers keep a copy on the device, until it has no room for another layer in use.
         cpu_decode: attend to layers in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU), a fraction of each layer's tokens in host memory, while the others are
             streamed, or `"auto"`, which finds the fraction while decoding.
@@ -73,12 +72,11 @@ class OffloadedHybridCache(HybridCache):
         self,
         config: PreTrainedConfig,
         prefetch_layers: int = 1,
-        resident_layers: int = 0,
         cpu_decode: CpuDecode = None,
         device_tokens: int = 0,
         offloading: bool = False,
     ):
-        placement = Placement(True, prefetch_layers, resident_layers, None, cpu_decode, device_tokens)
+        placement = Placement(True, prefetch_layers, True, cpu_decode, device_tokens)
         super().__init__(config, placement, offloading=offloading)
 
 

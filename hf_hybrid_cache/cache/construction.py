@@ -1,25 +1,17 @@
-"""Making the layers of a new cache, with all arguments checked, and refusing a class where a cache is wanted."""
+"""Making the layers of a new cache, with all arguments checked."""
 
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..cache_argument import CACHE_ARGUMENT
 from ..layers import HybridLayer, LayerStores, Placement, WindowLayer, checked_count, window_of
 from ..processes import Peers
 from ..scalars import as_integer
-from ..storage import InitialCapacity, KVCodec, can_page_lock
+from ..storage import InitialCapacity, KVCodec
 from .contents import Contents
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def new_contents(
@@ -47,17 +39,13 @@ def new_contents(
         for index, each in given.items()
         if each is not None
     }
-    for argument, indices in {"cpu_decode": placement.cpu_layers, "codec": codecs}.items():
-        if unknown := sorted(set(indices).difference(ours)):
-            raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
+    if unknown := sorted(codecs.keys() - ours):
+        raise ValueError(f"codec names layers {unknown}; the model's full-attention layers are {ours}.")
     windows = {index: window for index, layer in enumerate(layers) if (window := window_of(layer)) is not None}
-    if not ours and not windows:
-        _warn_of_nothing_to_do(layers)
     capacity = InitialCapacity.expecting(max_length, getattr(text_config, "max_position_embeddings", None))
-    first = min([*ours, *windows], default=0)
-    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers, first, len(windows))
-    for ordinal, index in enumerate(ours):
-        layers[index] = HybridLayer(index, ordinal, stores)
+    stores = LayerStores(placement, capacity, ours, windows, codecs, text_config, peers)
+    for index in ours:
+        layers[index] = HybridLayer(index, stores)
     for index, window in windows.items():
         layers[index] = WindowLayer(index, stores, window)
     return Contents(layers, stores)
@@ -65,12 +53,6 @@ def new_contents(
 
 def require_config(config: object) -> None:
     """Raise a `TypeError` unless a config is one of transformers'."""
-    if isinstance(config, Iterator):
-        raise TypeError(
-            "torch.nn.DataParallel makes one cache of those of its replicas, which is not possible here. Use one "
-            "process for each device (torch.nn.parallel.DistributedDataParallel) with a cache of its own, or "
-            "use_cache=False."
-        )
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a transformers config such as model.config, got {_kind_of(config)}.")
 
@@ -91,50 +73,4 @@ def _checked_placement(placement: Placement, peers: Peers | None) -> Placement:
             "With group= all layers are kept in host memory and attended to there: leave out offload, device_tokens, "
             "and cpu_decode unless it is True."
         )
-    accelerator = torch.accelerator.current_accelerator()
-    if placement.pin_memory and (accelerator is None or not can_page_lock(accelerator.type)):
-        raise ValueError(
-            "pin_memory=True needs CUDA, or another accelerator for which torch page-locks memory, which is not "
-            "available here. Use pin_memory=None to decide by device."
-        )
     return placement if peers is None or placement.cpu_decode else replace(placement, cpu_decode=True)
-
-
-def _warn_of_nothing_to_do(layers: Iterable[object]) -> None:
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
-    # The warning is of who makes the cache, by whichever class.
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        "No layer of this model attends to its whole context, or to a window of it: its layers are transformers' own "
-        f"({kinds}), and this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
-        stacklevel=level,
-    )
-
-
-def _refuse_class() -> NoReturn:
-    raise TypeError(
-        f"{CACHE_ARGUMENT} is a class of caches, not a cache. Make one with the model's config: "
-        f"{CACHE_ARGUMENT}=DynamicHybridCache(model.config)."
-    )
-
-
-def of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate the first method that models call, so that it refuses a class of caches passed for a cache."""
-
-    @wraps(method)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not args:
-            _refuse_class()
-        return method(*args, **kwargs)
-
-    return checked
-
-
-class ClassOfCaches(type):
-    """A metaclass that refuses a class passed for a cache, at the first property that transformers 5.24 reads."""
-
-    @property
-    def is_linear(cls) -> NoReturn:
-        _refuse_class()

@@ -1,5 +1,6 @@
 """The contents of a cache: its layers, and the memory that they take."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,7 +139,37 @@ class Contents:
         kept = ((each.device, each.nbytes) for kept in tuple(self.checkpoints.values()) for each in kept.tensors())
         for device, num_bytes in (*self._buffers(self.layers), *kept):
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
-        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens, self.stores.attention.num_bytes)
+        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens, self.stores.attention.host.num_bytes)
+
+    def described(self) -> str:
+        """Return the kinds of layers, their places and sizes, in one line."""
+        held = self.measured()
+        places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
+        sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
+        awaited = ["some to be quantized"] * any(layer.store is not None and layer.store.waits for layer in self.ours)
+        content = ", ".join([f"{held.num_tokens:,} tokens", *awaited, *sizes]) if held.num_tokens else "empty"
+        return f"{', '.join(self._kinds_of_layers())}; {content}"
+
+    def _kinds_of_layers(self) -> Iterator[str]:
+        """Yield the number of layers of each kind, and their place."""
+        stores, placement = self.stores, self.stores.placement
+        widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in stores.codecs.items()}
+        windows = sum(layer.is_sliding for layer in self.ours)
+        for bits, number in Counter(widths.get(each.layer_idx) for each in self.ours if not each.is_sliding).items():
+            kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
+            yield f"{number} layer{'' if number == 1 else 's'} {kind}"
+        if windows:
+            yield f"{windows} with a window"
+        if self.theirs:
+            yield f"{len(self.theirs)} of transformers' own"
+        if stores.peers is not None:
+            yield f"share {stores.peers.rank + 1} of {stores.peers.size}"
+        if placement.offload:
+            yield "offloaded"
+        if placement.device_tokens:
+            yield f"up to {placement.device_tokens:,} tokens of each on the device"
+        if any(layer.is_attended_on_cpu for layer in self.ours):
+            yield "attended to on the CPU"
 
     def require_room_for_copies(self, number: int, purpose: str, are_shared: bool = False) -> None:
         """

@@ -3,15 +3,19 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from ..codecs import is_form_of
 from ..files import CacheFile, CacheFileError, save_layers
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids, first_difference
 from .contents import Contents
+
+if TYPE_CHECKING:
+    from .hybrid_cache import HybridCache
 
 # The weights are not among them: two models that were trained from one config cannot be told apart.
 _TRAITS = (
@@ -103,47 +107,72 @@ def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds |
         raise CacheFileError(
             file.path, f"does not describe a cache (of sequences there are {', '.join(told)}, and {num_ids:,} ids)."
         )
-    if token_ids is not None:
-        _require_prefix(file, as_token_ids("token_ids", token_ids).to("cpu", torch.long))
-
-
-def _require_prefix(file: CacheFile, given: torch.Tensor) -> None:
-    """Raise `CacheFileError` if token ids, `[batch, tokens]`, do not begin with those that were saved."""
-    saved = file.token_ids
+    if token_ids is None:
+        return
+    given, saved = as_token_ids("token_ids", token_ids).to("cpu", torch.long), file.token_ids
     if saved is None:
         raise CacheFileError(file.path, "has no token ids to compare with: save it with token_ids.")
     if given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
         raise CacheFileError(
             file.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
         )
-    different = first_difference(saved, given[:, : saved.shape[1]])
-    if different is not None:
-        sequence, position = different
+    at = first_difference(saved, given[:, : saved.shape[1]])
+    if at is not None:
+        sequence, position = at
         raise CacheFileError(
             file.path,
-            f"is of another text: token {position:,} of sequence {sequence} is {int(saved[different])} in the file "
-            f"and {int(given[different])} in token_ids (counted from 0).",
+            f"is of another text: token {position:,} of sequence {sequence} is {int(saved[at])} in the file and "
+            f"{int(given[at])} in token_ids (counted from 0).",
         )
 
 
-def conversion(
-    file: CacheFile, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool
-) -> torch.dtype | None:
-    """Return the dtype to convert saved states to, asked for or of the model; `None` to leave them as they are."""
-    wanted = asked_for or expected
-    saved = next((layer.states for layer in file.description.layers if layer.states), None)
-    if saved is None or wanted is None:
-        return None
-    held, name = getattr(torch, saved.key_dtype), str(wanted).removeprefix("torch.")
-    if held == wanted:
-        return None
-    what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
-    if asked_for is None and torch.promote_types(held, wanted) != wanted:
-        raise CacheFileError(
-            file.path,
-            f"{what}: load the model with dtype=torch.{saved.key_dtype}, or pass dtype=torch.{name} to convert "
-            f"them, which loses some of what they hold. If the model is in {saved.key_dtype} after all, pass that.",
-        )
-    if mmap:
-        raise CacheFileError(file.path, f"{what}, so it has to be converted and cannot be mapped. Pass mmap=False.")
-    return wanted
+def take(
+    cache: "HybridCache", file: CacheFile, device: torch.device | str | None, mmap: bool = False, verify: bool = True
+) -> None:
+    """Put what a file holds into an empty cache, which has its codecs; see `HybridCache.load` for the errors."""
+    file.fill(cache.layers, device, mmap, verify)
+    cache._stores.take_seen_queries(file.seen_queries)
+    cache._prompts.token_ids = file.token_ids
+
+
+def fill_from_file(
+    cache: "HybridCache",
+    path: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    device: torch.device,
+    token_ids: TokenIds,
+) -> None:
+    """
+    Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
+
+    Args:
+        cache: whose placement, group and other options hold, whatever those of the saved one were.
+        path: of the file.
+        config: of the model.
+        device: of the model.
+        token_ids: see `HybridCache.load`.
+
+    Raises:
+        CacheFileError: see `HybridCache.load`; or it is quantized in another way.
+        HostMemoryError: host memory would not suffice.
+    """
+    stores = cache._stores
+    with CacheFile(path) as file:
+        require_fit(file, config, token_ids)
+        for index in sorted({*file.codecs, *stores.asked_codecs}):
+            there, here = file.codecs.get(index), stores.asked_codecs.get(index)
+            if there is None or here is None or not is_form_of(there, here):
+                forms = ("in full precision" if each is None else str(each) for each in (there, here))
+                raise CacheFileError(
+                    path,
+                    f"is of a cache that is quantized in another way: layer {index} is {' there and '.join(forms)} "
+                    "here. Pass a cache of its form.",
+                )
+        before = stores.codecs
+        try:
+            stores.take_codecs(file.codecs)
+            take(cache, file, device)
+        except BaseException:
+            cache.reset()
+            stores.take_codecs(before)
+            raise

@@ -57,7 +57,6 @@ class ForwardPasses:
         if self._reached < 0 or layer_idx < self._reached or (layer_idx, access) == self._first_access:  # another one
             if self.are_asked_about:
                 self.require_finished()
-            self._contents.stores.recently_lent.take_edits()
             self.tokens_before = self._contents.num_tokens if self.are_asked_about else 0
             self._pass_before_reached, self._reached = self._reached, -1
         self.are_asked_about = False

@@ -2,15 +2,13 @@
 
 import copy
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..codecs import is_form_of
 from ..files import CacheFile, CacheFileError
 from ..graph_breaks import outside_of_graphs
 from ..layers import (
@@ -26,9 +24,9 @@ from ..processes import Peers
 from ..storage import CacheStats, HostMemoryError, KVCodec
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoints import Checkpoint, kinds_in_the_way, num_sequences
-from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
+from .construction import new_contents, require_config
 from .contents import Contents, MemoryReport
-from .files import conversion, require_fit, save
+from .files import require_fit, save, take
 from .forward_passes import ForwardPasses
 from .prompts import Prompts
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class HybridCache(DynamicCache, metaclass=ClassOfCaches):
+class HybridCache(DynamicCache):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -149,8 +147,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         It is written beside `path` and takes its place when it is complete; what was there stays until then. A link
         stays, and so do the permissions of a file that is replaced. States that are on a device pass through host
         memory layer by layer. Where processes keep a shard each all of them call it, and the first one writes the whole
-        file, which is that of one process, but for sequences that were repeated: a group copies the first blocks, which
-        one process may share and writes once.
+        file, which is that of one process. Sequences that share blocks are written each with all of them.
 
         Args:
             path: of the file, in a folder that exists.
@@ -186,7 +183,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         device: torch.device | str | None = None,
         token_ids: TokenIds | None = None,
         verify: bool = True,
-        dtype: torch.dtype | None = None,
         group: "ProcessGroup | None" = None,
     ) -> "HybridCache":
         """
@@ -204,15 +200,12 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             token_ids: of the prompt that is to follow, `[batch, tokens]` or a list: refused unless it begins with the
                 tokens that were saved with the cache.
             verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
-            dtype: of the model's keys and values; `None` for `config.dtype`, as far as that is known. What is stored is
-                converted to it where nothing is lost, or where it is asked for here.
             group: processes that keep a share each, as many as there are now: all load the same file, and with
                 `verify=False` each reads only its share.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
-                `token_ids`; `mmap` is asked for and a layer is not attended to on the CPU; or the model is of a type
-                that what is stored cannot be converted to.
+                `token_ids`; or `mmap` is asked for and a layer is not attended to on the CPU.
             HostMemoryError: host memory would not suffice.
 
         Example:
@@ -229,35 +222,12 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
                 cache = HybridCache(config, placement, saved.max_length, file.codecs, group)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
-            known = config.get_text_config(decoder=True).dtype
-            converted_to = conversion(file, dtype, known if isinstance(known, torch.dtype) else None, mmap)
-            cache._take(file, converted_to, device, mmap, verify)
+            take(cache, file, device, mmap, verify)
         return cache
-
-    def _take(
-        self,
-        file: CacheFile,
-        converted_to: torch.dtype | None,
-        device: torch.device | str | None,
-        mmap: bool = False,
-        verify: bool = True,
-    ) -> None:
-        """Put what a file holds into this empty cache, which has its codecs; see `load` for the errors."""
-        file.fill(self.layers, device, mmap, verify)
-        self._stores.take_seen_queries(file.seen_queries)
-        self._prompts.token_ids = file.token_ids
-        if converted_to is not None:
-            self.to(converted_to)
 
     def __repr__(self) -> str:
         """One line with the kinds of layers, their places and sizes."""
-        held = self.memory()
-        places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
-        sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
-        wait = any(layer.store is not None and layer.store.waits for layer in self._contents.ours)
-        awaited = ["some to be quantized"] if wait else []
-        content = ", ".join([f"{held.num_tokens:,} tokens", *awaited, *sizes]) if held.num_tokens else "empty"
-        return f"{type(self).__name__}({', '.join(self._kinds_of_layers())}; {content})"
+        return f"{type(self).__name__}({self._contents.described()})"
 
     def __str__(self) -> str:
         """Like `repr`, and how each layer is quantized."""
@@ -265,27 +235,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         for index, codec in self.codecs.items():
             by_form.setdefault(str(codec), []).append(str(index))
         return "\n".join([repr(self), *(f"  layers {', '.join(each)}: {form}" for form, each in by_form.items())])
-
-    def _kinds_of_layers(self) -> Iterator[str]:
-        """Yield the number of layers of each kind, and their place."""
-        ours, theirs, placement = self._contents.ours, self._contents.theirs, self._stores.placement
-        widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in self.codecs.items()}
-        windows = sum(layer.is_sliding for layer in ours)
-        for bits, number in Counter(widths.get(each.layer_idx) for each in ours if not each.is_sliding).items():
-            kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
-            yield f"{number} layer{'' if number == 1 else 's'} {kind}"
-        if windows:
-            yield f"{windows} with a window"
-        if theirs:
-            yield f"{len(theirs)} of transformers' own"
-        if (peers := self._stores.peers) is not None:
-            yield f"share {peers.rank + 1} of {peers.size}"
-        if placement.offload:
-            yield "offloaded"
-        if placement.device_tokens:
-            yield f"up to {placement.device_tokens:,} tokens of each on the device"
-        if any(layer.is_attended_on_cpu for layer in ours):
-            yield "attended to on the CPU"
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
@@ -339,7 +288,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         return self
 
     @outside_of_graphs
-    @of_an_instance
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """
         Tokens of each sequence that are stored, by the first layer of attention or another one.
@@ -384,8 +332,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
 
         That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
         layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
-        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by an
-        edit of one of their tokens, and are not kept in files.
+        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by
+        `layer.set`, and are not kept in files.
 
         Raises:
             ValueError: nothing is stored, or several processes keep shares of quantized layers.
@@ -413,8 +361,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     @property
     def checkpoints(self) -> tuple[int, ...]:
         """The lengths at which there are checkpoints, in order."""
-        for layer in self._contents.ours:
-            layer.take_edits()
         return tuple(sorted(self._contents.checkpoints))
 
     def drop_checkpoint(self, num_tokens: int) -> None:
@@ -662,51 +608,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             f"A {type(self).__name__} cannot be pickled, or copied without what it holds: use cache.save(path) and "
             "HybridCache.load(path, model.config) to keep it, copy.deepcopy(cache) for a copy."
         )
-
-
-def fill_from_file(
-    cache: HybridCache,
-    path: str | os.PathLike[str],
-    config: PreTrainedConfig,
-    device: torch.device,
-    token_ids: TokenIds,
-    dtype: torch.dtype,
-) -> None:
-    """
-    Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
-
-    Args:
-        cache: whose placement, group and other options hold, whatever those of the saved one were.
-        path: of the file.
-        config: of the model.
-        device: of the model.
-        token_ids: see `HybridCache.load`.
-        dtype: see `HybridCache.load`.
-
-    Raises:
-        CacheFileError: see `HybridCache.load`; or it is quantized in another way.
-        HostMemoryError: host memory would not suffice.
-    """
-    stores = cache._stores
-    with CacheFile(path) as file:
-        require_fit(file, config, token_ids)
-        for index in sorted({*file.codecs, *stores.asked_codecs}):
-            there, here = file.codecs.get(index), stores.asked_codecs.get(index)
-            if there is None or here is None or not is_form_of(there, here):
-                forms = ("in full precision" if each is None else str(each) for each in (there, here))
-                raise CacheFileError(
-                    path,
-                    f"is of a cache that is quantized in another way: layer {index} is {' there and '.join(forms)} "
-                    "here. Pass a cache of its form.",
-                )
-        before = stores.codecs
-        try:
-            stores.take_codecs(file.codecs)
-            cache._take(file, conversion(file, dtype, dtype, mmap=False), device)
-        except BaseException:
-            cache.reset()
-            stores.take_codecs(before)
-            raise
 
 
 def contents_of(cache: HybridCache) -> Contents:

@@ -109,8 +109,13 @@ class DecodeOnCPU:
         streamer = kept_back.get("streamer") if streamer is None else streamer
         assistant_model = kept_back.get("assistant_model") if assistant_model is None else assistant_model
         cache = _checked_cache(model, model_kwargs, synced_gpus)
-        if assistant_model is not None:
-            _require_vocabulary_of(assistant_model, model)
+        pair = assistant_model or model, model
+        drafted, verified = (each.config.get_text_config().vocab_size for each in pair)
+        if drafted != verified:
+            raise ValueError(
+                f"The assistant's vocabulary has {drafted:,} tokens and the model's {verified:,}, but transformers "
+                f"hands no tokenizers to a custom_generate. Use an assistant with the model's vocabulary, {OTHERWISE}"
+            )
         loop = loop_of(model, generation_config, streamer, assistant_model)
 
         caller = input_ids.device
@@ -119,10 +124,12 @@ class DecodeOnCPU:
         offered = {"streamer": streamer, "inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
         taken = {name: value for name, value in offered.items() if name in inspect.signature(loop).parameters}
         inputs = on_device({"input_ids": input_ids} | taken | model_kwargs, HOST)
+        config = copy.copy(generation_config)  # with the special tokens' tensors, which `generate` has made
+        vars(config).update({name: each.to(HOST) for name, each in vars(config).items() if torch.is_tensor(each)})
         inputs |= {
             "logits_processor": _ProcessorsOn(caller, logits_processor),
             "stopping_criteria": _CriteriaOn(caller, stopping_criteria),
-            "generation_config": _with_special_tokens_on_host(generation_config),
+            "generation_config": config,
         }
 
         dtype = None if self.dtype == model.dtype else self.dtype
@@ -182,28 +189,11 @@ class _CriteriaOn(StoppingCriteriaList):
         return super().__call__(input_ids.to(self.device), scores, **kwargs).to(HOST)
 
 
-def _with_special_tokens_on_host(config: GenerationConfig) -> GenerationConfig:
-    """A copy of the config with the special tokens' tensors, which `generate` has made, in host memory."""
-    config = copy.copy(config)
-    vars(config).update({name: value.to(HOST) for name, value in vars(config).items() if torch.is_tensor(value)})
-    return config
-
-
 def _prompt_length(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
     """The number of tokens in the cache after the prefill; `input_ids` may be only the new ones."""
     mask = model_kwargs.get("attention_mask")
     # transformers notes the length where it drops a mask of ones.
     return getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-
-
-def _require_vocabulary_of(assistant_model: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Raise a `ValueError` if an assistant has another vocabulary than the model that it drafts for."""
-    drafted, verified = (each.config.get_text_config().vocab_size for each in (assistant_model, model))
-    if drafted != verified:
-        raise ValueError(
-            f"The assistant's vocabulary has {drafted:,} tokens and the model's {verified:,}, but transformers hands "
-            f"no tokenizers to a custom_generate. Use an assistant with the model's vocabulary, {OTHERWISE}"
-        )
 
 
 def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_gpus: bool) -> HybridCache:
@@ -232,10 +222,9 @@ def _require_movable(model: Any) -> None:
             "accelerate manages where this model's weights are (several devices, or offloading). Load it onto one "
             f"device, such as device_map='cuda:0', {OTHERWISE}"
         )
-    weights, way_out = _weights_not_plain(model)
-    if weights:
+    if weights := _weights_not_plain(model):
         otherwise = AS_THEY_ARE if model.device.type == "cpu" else OTHERWISE
-        raise ValueError(f"{weights} cannot be moved or converted. Load the model {way_out}, {otherwise}")
+        raise ValueError(f"{weights} cannot be moved or converted. Load the model unquantized, {otherwise}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(f"Weights are on {' and '.join(devices)}. Move the model to one device, {OTHERWISE}")
@@ -244,9 +233,9 @@ def _require_movable(model: Any) -> None:
         raise ValueError(f"{attention} runs only on GPUs. Use model.set_attn_implementation('sdpa'), {OTHERWISE}")
 
 
-def _weights_not_plain(model: Any) -> tuple[str, str]:
+def _weights_not_plain(model: Any) -> str:
     """
-    Describe weights that are not plain tensors of numbers, and say what to load instead; empty strings if all are.
+    Describe weights that are not plain tensors of numbers; an empty string if all are.
 
     Where another library has quantized weights, their scales do not move along, and some modules pack them again for
     the device that they compute on. Such a model need not have a mark of the library.
@@ -255,24 +244,17 @@ def _weights_not_plain(model: Any) -> tuple[str, str]:
     config = getattr(quantizer, "quantization_config", None)
     # The quantizer of a GGUF file stays with the weights that it has dequantized.
     if quantizer is not None and getattr(config, "quant_method", None) != "gguf":
-        return f"Quantized weights ({type(config).__name__})", "unquantized"
+        return f"Quantized weights ({type(config).__name__})"
     tensors = (*model.parameters(), *model.buffers())
     # bitsandbytes has parameters of its own over plain data.
     kinds = {kind for tensor in tensors for kind in (type(tensor), type(tensor.data))} - {torch.Tensor, nn.Parameter}
     if kinds:
-        return f"Weights of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "with plain tensors"
+        return f"Weights of type {', '.join(sorted(kind.__name__ for kind in kinds))}"
     # Last, because packed modules unpack their weights for a state dict, or refuse.
     in_checkpoint = model.state_dict(keep_vars=True)
     known = {id(tensor) for tensor in tensors}
-    hidden = next((name for name, value in in_checkpoint.items() if id(value) not in known), None)
-    if hidden is not None:
-        modules = dict(model.named_modules())
-        while hidden not in modules:
-            hidden = hidden.rpartition(".")[0]
-        holder = type(modules[hidden])
-        return (
-            f"Weights that {holder.__module__}.{holder.__qualname__} keeps beside parameters and buffers",
-            "unquantized",
-        )
+    for name, value in in_checkpoint.items():
+        if id(value) not in known:
+            return f"Weights that a module keeps beside parameters and buffers ({name})"
     codes = {str(tensor.dtype) for tensor in in_checkpoint.values() if tensor.dtype not in _PLAIN_DTYPES}
-    return (f"Weights of type {', '.join(sorted(codes))}", "unquantized") if codes else ("", "")
+    return f"Weights of type {', '.join(sorted(codes))}" if codes else ""

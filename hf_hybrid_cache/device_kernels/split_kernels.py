@@ -101,13 +101,6 @@ def _masked(scores, mask, positions, is_here, MASK: tl.constexpr):
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the initial state of the online softmax."""
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-
-
-@triton.jit
 def _with_more(top, total, out, scores, values):
     """Update the online softmax: highest score, sum of powers, and weighted values."""
     higher = tl.maximum(top, tl.max(scores, axis=1))
@@ -115,89 +108,6 @@ def _with_more(top, total, out, scores, values):
     weights, shrunk = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
     added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return higher, total * shrunk + tl.sum(weights, axis=1), out * shrunk[:, None] + added
-
-
-@triton.jit
-def _attend_to_codes(
-    asked,
-    packed_keys,
-    packed_values,
-    mask,
-    scale,
-    first,
-    start,
-    end,
-    key_step,
-    value_step,
-    is_row,
-    KEY_DIM: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_INNER: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    MASK: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """Attend to blocks `start` to `end`, whose packed blocks follow each other in steps."""
-    # Tokens in the order that the codes of values have, channels in that of the codes of keys.
-    tokens, channels = _order(tl.arange(0, BLOCK), VALUE_BITS, False), _order(tl.arange(0, KEY_TILE), KEY_BITS, False)
-    lanes, columns = _order(tl.arange(0, BLOCK), VALUE_BITS, True), tl.arange(0, VALUE_TILE)
-    asked_of = is_row[:, None] & (channels < KEY_DIM)[None, :]
-    query = tl.load(asked[:, None] + channels[None, :], mask=asked_of, other=0.0).to(TYPE)
-    is_here = is_row[:, None] & (tokens < BLOCK)[None, :]
-    top, total, out = _nothing(is_row.shape[0], VALUE_TILE)
-    for block in range(start, end):
-        keys = _decoded(packed_keys, channels, lanes, KEY_BITS, KEY_INNER, KEY_TILE, BLOCK, KEY_GROUP)
-        scores = tl.dot(query, keys.to(TYPE), input_precision="ieee") * scale
-        scores = _masked(scores, mask, first + block * BLOCK + tokens, is_here, MASK)
-        values = _decoded(packed_values, tokens, columns, VALUE_BITS, BLOCK, BLOCK, VALUE_LANES, VALUE_GROUP)
-        top, total, out = _with_more(top, total, out, scores, values.to(TYPE))
-        packed_keys += key_step
-        packed_values += value_step
-    return top, total, out
-
-
-@triton.jit
-def _attend_to_states(
-    asked,
-    keys,
-    values,
-    mask,
-    scale,
-    first,
-    num_quantized,
-    num_tokens,
-    key_step,
-    value_step,
-    is_row,
-    KEY_DIM: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    MASK: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """Attend to tokens in full precision, between the `first` of which and the others `num_quantized` are quantized."""
-    channels, columns = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
-    is_channel, is_column = channels < KEY_DIM, columns < VALUE_DIM
-    query = tl.load(asked[:, None] + channels[None, :], mask=is_row[:, None] & is_channel[None, :], other=0.0).to(TYPE)
-    top, total, out = _nothing(is_row.shape[0], VALUE_TILE)
-    for start in tl.range(0, num_tokens, BLOCK, num_stages=1):  # short, and memory for more stages is scarce
-        tokens = start + tl.arange(0, BLOCK)
-        is_token = tokens < num_tokens
-        some_keys = keys + tokens[None, :].to(tl.int64) * key_step + channels[:, None]
-        some_keys = tl.load(some_keys, mask=is_channel[:, None] & is_token[None, :], other=0.0)
-        scores = tl.dot(query, some_keys.to(TYPE), input_precision="ieee") * scale
-        positions = tl.where(tokens < first, tokens, tokens + num_quantized)
-        scores = _masked(scores, mask, positions, is_row[:, None] & is_token[None, :], MASK)
-        some_values = values + tokens[:, None].to(tl.int64) * value_step + columns[None, :]
-        some_values = tl.load(some_values, mask=is_token[:, None] & is_column[None, :], other=0.0)
-        top, total, out = _with_more(top, total, out, scores, some_values.to(TYPE))
-    return top, total, out
 
 
 # These change between steps or calls; a kernel for each value would be compiled while tokens wait.
@@ -267,62 +177,59 @@ def attend_kernel(
     query_heads = head * (num_rows // length) + rows // length
     mask += batch * mask_batch + query_heads * mask_head + rows % length * mask_query
     all_rows = (batch * heads + head) * num_rows + rows
-    start = part * blocks_each
-    first_block = start.to(tl.int64)
-    packed_keys += batch * packed_keys_batch + head * packed_keys_head + first_block * packed_keys_block
-    packed_values += batch * packed_values_batch + head * packed_values_head + first_block * packed_values_block
+    columns = tl.arange(0, VALUE_TILE)
+    is_column = columns < VALUE_DIM
+    scale *= _LOG2_E
+    top = tl.full([ROWS_TILE], float("-inf"), tl.float32)
+    total, out = tl.zeros([ROWS_TILE], tl.float32), tl.zeros([ROWS_TILE, VALUE_TILE], tl.float32)
     if part < num_splits - 1:
-        top, total, out = _attend_to_codes(
-            turned + all_rows * KEY_DIM,
-            packed_keys,
-            packed_values,
-            mask,
-            scale * _LOG2_E,
-            first,
-            start,
-            min(start + blocks_each, num_blocks),
-            packed_keys_block,
-            packed_values_block,
-            is_row,
-            KEY_DIM,
-            KEY_BITS,
-            KEY_INNER,
-            KEY_GROUP,
-            KEY_TILE,
-            VALUE_BITS,
-            VALUE_LANES,
-            VALUE_GROUP,
-            VALUE_TILE,
-            MASK,
-            OF_CODES,
-        )
+        start = part * blocks_each
+        first_block = start.to(tl.int64)
+        packed_keys += batch * packed_keys_batch + head * packed_keys_head + first_block * packed_keys_block
+        packed_values += batch * packed_values_batch + head * packed_values_head + first_block * packed_values_block
+        # Tokens in the order that the codes of values have, channels in that of the codes of keys.
+        order, key_order = tl.arange(0, BLOCK), tl.arange(0, KEY_TILE)
+        in_block, channels = _order(order, VALUE_BITS, False), _order(key_order, KEY_BITS, False)
+        lanes = _order(order, VALUE_BITS, True)
+        asked = turned + (all_rows * KEY_DIM)[:, None] + channels[None, :]
+        asked = tl.load(asked, mask=is_row[:, None] & (channels < KEY_DIM)[None, :], other=0.0).to(OF_CODES)
+        is_here = is_row[:, None] & (in_block < BLOCK)[None, :]
+        for block in range(start, min(start + blocks_each, num_blocks)):
+            decoded = _decoded(packed_keys, channels, lanes, KEY_BITS, KEY_INNER, KEY_TILE, BLOCK, KEY_GROUP)
+            scores = tl.dot(asked, decoded.to(OF_CODES), input_precision="ieee") * scale
+            scores = _masked(scores, mask, first + block * BLOCK + in_block, is_here, MASK)
+            decoded_values = _decoded(
+                packed_values, in_block, columns, VALUE_BITS, BLOCK, BLOCK, VALUE_LANES, VALUE_GROUP
+            )
+            top, total, out = _with_more(top, total, out, scores, decoded_values.to(OF_CODES))
+            packed_keys += packed_keys_block
+            packed_values += packed_values_block
     else:
-        top, total, out = _attend_to_states(
-            query + batch * query_batch + head * query_head + rows * query_row,
-            keys + batch * keys_batch + head * keys_head,
-            values + batch * values_batch + head * values_head,
-            mask,
-            scale * _LOG2_E,
-            first,
-            num_blocks * BLOCK,
-            num_full,
-            keys_token,
-            values_token,
-            is_row,
-            KEY_DIM,
-            KEY_TILE,
-            VALUE_DIM,
-            VALUE_TILE,
-            MASK,
-            OF_STATES,
-        )
+        of_key = tl.arange(0, KEY_TILE)
+        is_channel = of_key < KEY_DIM
+        query += batch * query_batch + head * query_head
+        own = query + (rows * query_row)[:, None] + of_key[None, :]
+        own = tl.load(own, mask=is_row[:, None] & is_channel[None, :], other=0.0).to(OF_STATES)
+        keys += batch * keys_batch + head * keys_head
+        values += batch * values_batch + head * values_head
+        for at in tl.range(0, num_full, BLOCK, num_stages=1):  # short, and memory for more stages is scarce
+            tokens = at + tl.arange(0, BLOCK)
+            is_token = tokens < num_full
+            some_keys = keys + tokens[None, :].to(tl.int64) * keys_token + of_key[:, None]
+            some_keys = tl.load(some_keys, mask=is_channel[:, None] & is_token[None, :], other=0.0)
+            products = tl.dot(own, some_keys.to(OF_STATES), input_precision="ieee") * scale
+            # Between the first of them and the others are the quantized ones.
+            positions = tl.where(tokens < first, tokens, tokens + num_blocks * BLOCK)
+            products = _masked(products, mask, positions, is_row[:, None] & is_token[None, :], MASK)
+            some_values = values + tokens[:, None].to(tl.int64) * values_token + columns[None, :]
+            some_values = tl.load(some_values, mask=is_token[:, None] & is_column[None, :], other=0.0)
+            top, total, out = _with_more(top, total, out, products, some_values.to(OF_STATES))
     is_seen = total != 0  # also of what is not a number, which is not to be hidden
     divisor = tl.where(is_seen, total, 1.0)
     results = all_rows * num_splits + part
     tl.store(lse + results, tl.where(is_seen, (top + tl.log2(divisor)) * _LN_2, float("-inf")), mask=is_row)
-    columns = tl.arange(0, VALUE_TILE)
     out_at = outs + results[:, None] * VALUE_DIM + columns[None, :]
-    tl.store(out_at, out / divisor[:, None], mask=is_row[:, None] & (columns < VALUE_DIM)[None, :])
+    tl.store(out_at, out / divisor[:, None], mask=is_row[:, None] & is_column[None, :])
 
 
 # Parts that a program looks at together, and columns of the map.

@@ -78,7 +78,13 @@ def _compiles_for(device: torch.device) -> bool:
     try:
         if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
             return False
-        _run_first_kernel(device)
+        from .split_kernels import add_one
+
+        number = torch.zeros(1, dtype=torch.int32, device=device)
+        with _on_device(device):
+            add_one[(1,)](number)
+        if number.item() != 1:
+            raise RuntimeError("a kernel that adds one did not.")
     except Exception as error:  # any error of torch, Triton, the C compiler or the driver
         lines = str(error).splitlines() or [type(error).__name__]
         warnings.warn(
@@ -88,16 +94,6 @@ def _compiles_for(device: torch.device) -> bool:
         )
         return False
     return True
-
-
-def _run_first_kernel(device: torch.device) -> None:
-    from .split_kernels import add_one
-
-    number = torch.zeros(1, dtype=torch.int32, device=device)
-    with _on_device(device):
-        add_one[(1,)](number)
-    if number.item() != 1:
-        raise RuntimeError("a kernel that adds one did not.")
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -142,7 +138,8 @@ def attend_in_splits(
     wanted = max(1, _PROGRAMS_EACH * _num_processors(query.device) // (batch * heads * row_tiles) - 1)
     blocks_each = max(1, -(-num_blocks // wanted))
     num_splits = -(-num_blocks // blocks_each) + 1
-    query, keys, values = (_in_rows(each) for each in (query, keys, values))
+    # Only views of unusual layouts are copied.
+    query, keys, values = (each if each.stride(3) == 1 else each.contiguous() for each in (query, keys, values))
     outs = query.new_empty((batch, heads, num_rows, num_splits, value_dim), dtype=torch.float32)
     lse = query.new_empty((batch, heads, num_rows, num_splits), dtype=torch.float32)
     kind, seen, mask_strides = _mask_arguments(mask, query)
@@ -256,11 +253,6 @@ def types_of_products(dtype: torch.dtype) -> tuple[Any, Any]:
 def _filled(dim: int) -> int:
     """Round up to a power of two that products accept."""
     return max(_LEAST_TILE, 1 << (dim - 1).bit_length())
-
-
-def _in_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return states with the numbers of each next to each other; only views of unusual layouts are copied."""
-    return states if states.stride(3) == 1 else states.contiguous()
 
 
 def _mask_arguments(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from .layers import codec_section, described_layer, layer_section, tensor_sectio
 from .tensor_file import CacheFileError, NewFile, Section, TensorFile
 
 _FORMAT = "hf_hybrid_cache"
-_VERSION = "7"
+_VERSION = "8"
 
 
 def save_layers(
@@ -105,19 +105,18 @@ class CacheFile(TensorFile):
             raise CacheFileError(self.path, f"cannot be loaded: it has {num_saved} layers, the model {len(layers)}.")
         for index, layer in enumerate(layers):
             try:
-                self._fill_layer(index, layer, Filling(self, self.description, device, mmap), verify)
+                # Memory that is not the layer's own is given back before the next one.
+                filling = Filling(self, self.description, device, mmap)
+                take = filling.place(index, layer)
+                self.read(f"layers.{index}", filling.targets, verify)
+                take()
+                del filling, take
             except CacheFileError:
                 raise
             except ValueError as error:
                 version = self.description.transformers_version
                 origin = "" if isinstance(layer, HybridLayer) else f"; it was saved with transformers {version}"
                 raise CacheFileError(self.path, f"cannot be loaded: {error}{origin}.") from error
-
-    def _fill_layer(self, index: int, layer: Any, filling: Filling, verify: bool) -> None:
-        """Fill a layer; memory that is not its own is given back before the next one."""
-        take = filling.place(index, layer)
-        self.read(f"layers.{index}", filling.targets, verify)
-        take()
 
     def _read_description(self) -> None:
         """Read all but the layers; `ValueError` if it does not describe a cache."""

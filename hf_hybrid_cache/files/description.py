@@ -11,8 +11,6 @@ from ..scalars import as_count
 from ..storage import GRANULE, KVShape
 from .tensor_file import DTYPE_NAMES
 
-# What the names of parts begin with that hold the tokens after a shared prefix.
-TAILS = "tails."
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
@@ -22,8 +20,7 @@ class States:
     Keys and values of a full-attention layer.
 
     Attributes:
-        batch: sequences, of which `batch // prefixes` continue each prefix.
-        prefixes: sequences that the parts hold which are no tails; as many as `batch` where nothing is shared.
+        batch: sequences.
         key_dtype: name of the type of keys, such as "float32".
         value_dtype: likewise of values.
         device: where the model computed them; text, because there may be no such device here.
@@ -31,7 +28,6 @@ class States:
     """
 
     batch: int
-    prefixes: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -41,32 +37,24 @@ class States:
     entries: dict[str, int]
 
     def __post_init__(self) -> None:
-        for size in (self.batch, self.prefixes, self.num_kv_heads, self.key_dim, self.value_dim):
+        for size in (self.batch, self.num_kv_heads, self.key_dim, self.value_dim):
             # Tokens without any bytes could be as many as a file says.
             if not as_count(size, 2**16):
                 raise ValueError(f"there are no states in {self}")
         for number in self.entries.values():
             as_count(number)
-        are_alike = self.is_shared and not self.batch % self.prefixes
-        if self.prefixes != self.batch and not are_alike:
-            raise ValueError(f"{self.batch} sequences do not continue {self.prefixes} prefixes alike")
         if {self.key_dtype, self.value_dtype} - DTYPES.keys():
             raise ValueError(f"{self.key_dtype!r} or {self.value_dtype!r} is not a type of tensors")
 
     @property
     def num_tokens(self) -> int:
         """Tokens of each sequence."""
-        return sum(number * (GRANULE if part.endswith("packed") else 1) for part, number in self.entries.items())
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether sequences share a prefix, after which their tails come."""
-        return any(name.startswith(TAILS) for name in self.entries)
+        return sum(number * (GRANULE if part == "packed" else 1) for part, number in self.entries.items())
 
     def shape_on(self, device: torch.device) -> KVShape:
-        """Return the shape of the states, of prefixes where these are shared."""
+        """Return the shape of the states."""
         dtypes = DTYPES[self.key_dtype], DTYPES[self.value_dtype]
-        return KVShape(self.prefixes, self.num_kv_heads, self.key_dim, self.value_dim, *dtypes, device)
+        return KVShape(self.batch, self.num_kv_heads, self.key_dim, self.value_dim, *dtypes, device)
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ class SavedLayers:
 
     def to_json(self) -> str:
         """Return the description as text, which `from_json` reads; `ValueError` if JSON does not have some of it."""
-        return json.dumps(asdict(self), allow_nan=False, default=sorted)
+        return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -141,7 +129,7 @@ class CacheDescription(SavedLayers):
     def __post_init__(self) -> None:
         if isinstance(self.placement, dict):  # of JSON
             object.__setattr__(self, "placement", Placement(**self.placement))
-        are_flags = {self.placement.offload, self.placement.pin_memory} <= {True, False, None}
+        are_flags = {self.placement.offload, self.placement.pin_memory} <= {True, False}
         if not are_flags or not isinstance(self.model, dict):
             raise ValueError(f"{self.placement} is no placement, or {self.model} no model")
         as_count(self.max_length)

@@ -9,7 +9,7 @@ import torch
 from ..codecs import described_codec
 from ..layers import HybridLayer, WindowLayer, stock_form
 from ..storage import HostBlocks, KVCodec, OneSequence, SeenQueries, Segment, ShardedStore, Store, require_host_bytes
-from .description import DTYPES, TAILS, SavedLayers, States
+from .description import DTYPES, SavedLayers, States
 from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
 
@@ -111,56 +111,34 @@ class Filling:
     def _place_states(self, index: int, layer: HybridLayer, states: States) -> Callable[[], None]:
         """Make runs for the states of a layer of ours; return what puts them into its store."""
         entries, store = states.entries, layer.start(states.shape_on(self._device_of(states.device)))
-        stores = {"": store}
-        if states.is_shared:
-            if isinstance(store, ShardedStore):
-                raise ValueError(
-                    "several sequences continue one prompt there, which processes cannot share out. Load it without "
-                    "group="
-                )
-            stores[TAILS] = layer.make_tails(states.batch)
         is_mappable = layer.is_attended_on_cpu and isinstance(store, Store) and not isinstance(store, ShardedStore)
         if self._mmap and not is_mappable:
             raise ValueError(
                 "mmap=True is for layers that one process attends to on the CPU, all in host memory, and layer "
                 f"{index} is not. Pass placement=Placement(cpu_decode=True) without device_tokens, or mmap=False"
             )
-        for prefix, each in stores.items():
-            full, packed = (entries.get(f"{prefix}{part}", 0) for part in ("full", "packed"))
-            each.layout.require_entries(full, packed)
-            if packed and each.wants_queries:
-                raise ValueError(f"layer {index} has {packed:,} quantized blocks, and no codec was chosen for them")
+        packed = entries.get("packed", 0)
+        store.layout.require_entries(entries.get("full", 0), packed)
+        if packed and store.wants_queries:
+            raise ValueError(f"layer {index} has {packed:,} quantized blocks, and no codec was chosen for them")
+        if entries.keys() != (parts := store.entries()).keys():
+            raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
         if isinstance(store, ShardedStore):
             store.expect(entries)
-        parts = [f"{prefix}{part}" for prefix, each in stores.items() for part in each.entries()]
-        if set(parts) != entries.keys():
-            raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
-        runs = {
-            prefix: {part: self._place_part(index, each, prefix, part, entries) for part in each.entries()}
-            for prefix, each in stores.items()
-        }
+        runs = [self._place_part(index, store, part, number) for part, number in entries.items()]
+        if isinstance(store, ShardedStore):
+            return lambda: None
+        return lambda: store.take([Segment(run, 0, run.num_entries) for run in runs])
 
-        def take() -> None:
-            for prefix, each in stores.items():
-                if not isinstance(each, ShardedStore):
-                    each.take([Segment(run, 0, run.num_entries) for run in runs[prefix].values()])
-            if TAILS in stores:
-                layer.continue_with(stores[TAILS])
-
-        return take
-
-    def _place_part(
-        self, index: int, store: OneSequence, prefix: str, part: str, entries: Mapping[str, int]
-    ) -> HostBlocks:
+    def _place_part(self, index: int, store: OneSequence, part: str, num_entries: int) -> HostBlocks:
         """Make the run of a part of a store, and let its rows be targets."""
-        name, are_kept = prefix + part, None
-        names, num_entries = role_names(index, name), entries[name]
+        names, are_kept = role_names(index, part), None
         host, is_made = store.run_for(part, num_entries), isinstance(store, ShardedStore)
         if isinstance(store, ShardedStore) and not self.are_shards:
             are_kept = store.own_rows(part)
         # Shapes are compared before memory is taken.
         forms = forms_of(host, host.num_entries if is_made and self.are_shards else num_entries)
-        shares = [self.shares(index, name, *each) for each in zip(names, forms, strict=True)]
+        shares = [self.shares(index, part, *each) for each in zip(names, forms, strict=True)]
         if self._mmap:
             placed = self._file.tensors(f"layers.{index}")
             keys, values = (self._file.place_of(placed[each]) for each in names)

@@ -15,8 +15,8 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
-from ..storage import AnyStore, HostBlocks, OneSequence, ShardedStore, SharedPrefix
-from .description import TAILS, LayerDescription, States
+from ..storage import AnyStore, HostBlocks, ShardedStore, SharedPrefix
+from .description import LayerDescription, States
 from .tensor_file import Section, TensorForm, dtype_name
 
 ROLES = ("keys", "values")
@@ -33,13 +33,6 @@ def role_names(index: int, part: str) -> list[str]:
     return [f"layers.{index}/{part}.{role}" for role in ROLES]
 
 
-def stores_of(store: AnyStore | None) -> dict[str, OneSequence]:
-    """Return the stores of a layer, by what the names of their parts begin with."""
-    if isinstance(store, SharedPrefix):
-        return {"": store.prefix, TAILS: store.tails}
-    return {} if store is None else {"": store}
-
-
 def forms_of(run: HostBlocks, num_entries: int) -> list[TensorForm]:
     """Return the forms of keys and values in a file, as a run in host memory has them."""
     return [_form_of(each.dtype, each.stored_shape(num_entries)) for each in (run.keys, run.values)]
@@ -53,15 +46,10 @@ def described_layer(layer: Any) -> LayerDescription:
     store = layer.store
     if store is None:
         return LayerDescription(name)
-    if isinstance(store, ShardedStore):
-        entries = store.entries_together()
-    else:
-        stores = stores_of(store).items()
-        entries = {f"{prefix}{part}": number for prefix, each in stores for part, number in each.entries().items()}
+    entries = store.entries_together() if isinstance(store, ShardedStore) else store.entries()
     batch, heads, key_dim, value_dim, keys, values, device = store.shape
-    num_prefixes = store.prefix.shape.batch if isinstance(store, SharedPrefix) else batch
-    sizes = batch, num_prefixes, heads, key_dim, value_dim
-    return LayerDescription(name, States(*sizes, dtype_name(keys), dtype_name(values), str(device), entries))
+    states = States(batch, heads, key_dim, value_dim, dtype_name(keys), dtype_name(values), str(device), entries)
+    return LayerDescription(name, states)
 
 
 def layer_section(index: int, layer: Any) -> Section:
@@ -69,8 +57,10 @@ def layer_section(index: int, layer: Any) -> Section:
     if not isinstance(layer, HybridLayer):
         return tensor_section(f"layers.{index}", tensors_by_name(layer))
     store = layer.store
+    if store is None:
+        return tensor_section(f"layers.{index}", {})
     if not isinstance(store, ShardedStore):
-        return rows_section(index, stores_of(store), {})
+        return rows_section(index, store, {})
     forms, both = dict[str, TensorForm](), list[tuple[str, int]]()
     for part, number in store.entries_together().items():
         forms |= zip(role_names(index, part), forms_of(store.run_for(part, 0), number), strict=True)
@@ -78,20 +68,17 @@ def layer_section(index: int, layer: Any) -> Section:
     return Section(f"layers.{index}", forms, lambda: (map(bytes_of, store.rows_together(*each)) for each in both))
 
 
-def rows_section(index: int, stores: Mapping[str, OneSequence], firsts: Mapping[str, int]) -> Section:
-    """Return the section of what stores hold, of each part from its first entry in `firsts` on, which begins a row."""
-    forms, parts = dict[str, TensorForm](), list[tuple[OneSequence, str, int]]()
-    for prefix, store in stores.items():
-        for part, number in store.entries().items():
-            first = firsts.get(part, 0)
-            forms |= zip(
-                role_names(index, prefix + part), forms_of(store.run_for(part, 0), number - first), strict=True
-            )
-            parts.append((store, part, first))
+def rows_section(index: int, store: AnyStore, firsts: Mapping[str, int]) -> Section:
+    """Return the section of what a store holds, of each part from its first entry in `firsts` on, that of a row."""
+    forms, entries = dict[str, TensorForm](), store.entries()
+    like = store.tails if isinstance(store, SharedPrefix) else store
+    for part, number in entries.items():
+        rows = forms_of(like.run_for(part, 0), number - firsts.get(part, 0))
+        forms |= zip(role_names(index, part), rows, strict=True)
 
     def data() -> Iterator[Iterable[memoryview]]:
-        for store, part, first in parts:
-            yield from ([bytes_of(each)] for each in store.rows(part, first))
+        for part in entries:
+            yield from ([bytes_of(each)] for each in store.rows(part, firsts.get(part, 0)))
 
     return Section(f"layers.{index}", forms, data)
 

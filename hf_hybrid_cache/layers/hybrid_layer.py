@@ -15,11 +15,9 @@ from ..attention import (
 )
 from ..kernels import compile_in_background
 from ..storage import (
-    GRANULE,
     AnyStore,
     KVShape,
     OneSequence,
-    Pair,
     RecentStates,
     SharedPrefix,
     SplitStore,
@@ -28,7 +26,6 @@ from ..storage import (
 )
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores, Place
-from .lent_states import LentStates
 
 # Largest number of tokens that assisted decoding checks at once.
 _MOST_DRAFTED = 16
@@ -42,48 +39,37 @@ class HybridLayer(CacheLayerMixin):
 
     Args:
         layer_idx: index in the model, for messages.
-        ordinal: index among the full-attention layers.
         stores: where the layer gets its store, once the first states tell their shape.
+
+    Attributes:
+        store: of the layer; `None` before the first states.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, layer_idx: int, ordinal: int, stores: LayerStores):
+    def __init__(self, layer_idx: int, stores: LayerStores):
         # Not the parent's: it assigns `keys` and `values`, which are read from the store here.
         self.layer_idx = layer_idx
-        self._ordinal = ordinal
         self._stores = stores
         self._quantized_attention = QuantizedAttention()
-        self._store: AnyStore | None = None
+        self.store: AnyStore | None = None
         self._place: Place | None = None
-        self._lent: LentStates | None = None
-
-    @property
-    def store(self) -> AnyStore | None:
-        """The layer's store, with the edits that a caller has made; `None` before the first states."""
-        self.take_edits()
-        return self._store
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        return self._store is not None
+        return self.store is not None
 
     @property
     def device(self) -> torch.device:
         """Device of the states that come and go; missing before the first states, as in transformers' layer."""
-        return self._states_shape().device
+        return self.store.shape.device  # type: ignore[union-attr]
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the keys; missing before the first states, as in transformers' layer."""
-        return self._states_shape().key_dtype
-
-    def _states_shape(self) -> KVShape:
-        if self._store is None:
-            raise AttributeError(f"Layer {self.layer_idx} has no device and no dtype before its first states.")
-        return self._store.shape
+        return self.store.shape.key_dtype  # type: ignore[union-attr]
 
     @property
     def is_attended_on_cpu(self) -> bool:
@@ -93,38 +79,37 @@ class HybridLayer(CacheLayerMixin):
     @property
     def batch(self) -> int | None:
         """Number of sequences that are stored; `None` if none are."""
-        return self._store.shape.batch if self._store is not None and self._store.num_tokens else None
+        return self.store.shape.batch if self.store is not None and self.store.num_tokens else None
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """
         All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first.
 
-        They are a copy that the layer does not change. If operations of torch write to it in place, or other keys are
-        assigned, the layer stores that, as by `set`, when it is used next or another layer is read. After new tokens
-        the copy is the caller's alone.
+        They are a copy to be read: torch refuses writes to it outside `torch.inference_mode`, and inside they are lost.
+        `set` replaces what is stored.
         """
-        return self._lend().get(0)
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._assign(0, states)
+        return self._read(0)
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """All values, like `keys`."""
-        return self._lend().get(1)
+        return self._read(1)
 
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._assign(1, states)
+    def _read(self, role: int) -> torch.Tensor | None:
+        store, stores = self.usable_store(), self._stores
+        if store is None:
+            return None
+        if stores.last_read[:2] != (store, store.version):
+            with torch.inference_mode():
+                stores.last_read = store, store.version, store.read_copy()
+        return stores.last_read[2][role]
 
     def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
         Replace the stored states.
 
-        In a quantized layer the tokens before the first one that differs keep their codes; the others are quantized
-        again as new tokens are. Checkpoints of longer lengths than the first of these are dropped.
+        A quantized layer quantizes all of them again. All checkpoints are dropped.
 
         Args:
             keys: `[batch, num_kv_heads, tokens, head_dim]`.
@@ -132,50 +117,33 @@ class HybridLayer(CacheLayerMixin):
 
         Raises:
             ValueError: they do not fit each other, or there are no codes for some of them.
-            RuntimeError: several processes keep shards of the layer.
+            RuntimeError: they require gradients, or several processes keep shards of the layer.
             HostMemoryError: host memory would not suffice.
 
         The layer is unchanged after an error.
         """
-        peers = self._stores.peers
-        if peers is not None and self._store is not None:
-            self._lent = None
+        if self._stores.peers is not None:
             raise RuntimeError(
-                f"Layer {self.layer_idx} is shared by {peers.size} processes, and its states cannot be set, or edited "
-                "in place. Edit a cache without group=, save it, and load it with group=."
+                f"Layer {self.layer_idx} is shared by {self._stores.peers.size} processes, and its states cannot be "
+                "set. Edit a cache without group=, save it, and load it with group=."
             )
         shape = KVShape.of(keys, values)
         require_no_gradients(keys, values)
-        self._lent = None
+        self.usable_store()
         self._stores.num_edits += 1
-        old = self.usable_store()
-        held = None if old is None or old.shape != shape else old.read()
-        first = 0 if held is None else _first_difference(held, (keys, values))
-        if old is not None and held is not None and first == old.num_tokens == keys.shape[2]:
-            return
-        self._stores.drop_checkpoints(after=first)
-        if old is None or held is None or (isinstance(old, SharedPrefix) and first < old.least_tokens):
-            self.start(shape, lambda new: new.add(keys, values))
-            return
-        try:
-            self._truncate(old, first)
-            old.add(keys[:, :, first:], values[:, :, first:])
-        except BaseException:
-            if old.is_intact:
-                self._truncate(old, first)
-                old.add(held[0][:, :, first:], held[1][:, :, first:])
-            raise
+        self._stores.drop_checkpoints()
+        self.start(shape, lambda new: new.add(keys, values))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
     def place_for(self, shape: KVShape) -> Place:
         """Return the place where states of this shape are kept."""
-        return self._stores.place_of(self.layer_idx, self._ordinal, shape)
+        return self._stores.place_of(self.layer_idx, shape)
 
     def start(self, shape: KVShape, fill: Callable[[OneSequence], object] = lambda new: None) -> OneSequence:
         """Make the layer's store for states of this shape, which `fill` fills, in the place of one that there is."""
-        old = self._store
+        old = self.store
         place = self.place_for(shape)
         if place.on_cpu:
             assert shape.element is not None
@@ -187,14 +155,14 @@ class HybridLayer(CacheLayerMixin):
             new.close()
             raise
         # Nothing is called between these, so that no interruption comes between them.
-        self._lent, self._store, self._place = None, new, place
+        self.store, self._place = new, place
         if old is not None:
             old.close()
         return new
 
     def _move(self, shape: KVShape) -> None:
         """Move the stored states to a store for `shape`."""
-        old = self._store
+        old = self.store
         assert old is not None
         self._stores.num_edits += 1
         self.start(shape, lambda new: new.take_from(old))
@@ -227,26 +195,27 @@ class HybridLayer(CacheLayerMixin):
         `IncompleteCacheError`.
         """
         self.usable_store()
-        self._lent = None
         key_states, value_states = self.fitting(key_states, value_states)
         stores = self._stores
         if self.layer_idx == stores.first_layer or stores.thread != get_ident():
             stores.note_pass(self.layer_idx)
-        if self._store is None:
+        if self.store is None:
             self.lazy_initialization(key_states, value_states)
-        assert self._store is not None
+        assert self.store is not None
         assert self._place is not None
-        if self._place.on_cpu or isinstance(self._store, SharedPrefix):  # where it is
+        if self._place.on_cpu or isinstance(self.store, SharedPrefix):  # where it is
             if stores.needs_states:
-                stores.attention.decline(f"attn_implementation={stores.implementation!r}", self._store.num_tokens)
+                stores.attention.decline(f"attn_implementation={stores.implementation!r}", self.store.num_tokens)
             if stores.attention.is_declined:
-                self._move(self._store.shape)
-        store, new_tokens = self._store, key_states.shape[2]
+                self._move(self.store.shape)
+        store, new_tokens = self.store, key_states.shape[2]
         watched = store if store.wants_queries else None
         if watched is not None:
             stores.note_waiting(watched)
         if self._place.on_cpu and not stores.needs_states:
-            if not store.num_tokens and new_tokens > _MOST_DRAFTED and self._keeps_chunk(store):
+            is_prompt = not store.num_tokens and new_tokens > _MOST_DRAFTED and stores.peers is None
+            # A sequence's first tokens are attended to as they came, though the store packs them.
+            if is_prompt and store.layout.is_quantized and stores.attention.takes_prompts(store, as_they_came=True):
                 assert isinstance(store, Store)
                 return handles_of(store, stores.attention, *store.add_first(key_states, value_states))
             takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
@@ -280,11 +249,6 @@ class HybridLayer(CacheLayerMixin):
         takes_codes = self._place.on_codes and isinstance(store, Store) and not self._quantized_attention.is_declined
         return self._quantized_attention if takes_codes else None
 
-    def _keeps_chunk(self, store: AnyStore) -> bool:
-        """Return whether a sequence's first tokens are attended to as they came, though the store packs them."""
-        is_packed = store.layout.is_quantized and self._stores.peers is None
-        return is_packed and self._stores.attention.takes_prompts(store, as_they_came=True)
-
     @staticmethod
     def _add_beside_device(store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Store new states for the CPU and the device, if there is a fraction for each; return whether there is."""
@@ -303,10 +267,7 @@ class HybridLayer(CacheLayerMixin):
         return True
 
     def get_seq_length(self) -> int:
-        lent, store = self._lent, self._store
-        if lent is not None and (assigned := lent.assigned_tokens) is not None:
-            return assigned
-        return 0 if store is None else store.num_tokens
+        return 0 if self.store is None else self.store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that a mask must cover when `query_length` tokens come next."""
@@ -326,7 +287,6 @@ class HybridLayer(CacheLayerMixin):
         tokens_to_remove = checked_removal(tokens_to_remove, self.get_seq_length())
         store = self.usable_store()
         if store is not None:
-            self._lent = None
             left = max(0, store.num_tokens + tokens_to_remove)
             self._stores.drop_checkpoints(after=left)
             self._truncate(store, left)
@@ -345,8 +305,8 @@ class HybridLayer(CacheLayerMixin):
         """
         self.crop((num_tokens if recent is None else recent.start) - self.get_seq_length())
         if recent is not None and recent.states[0].shape[2]:
-            assert self._store is not None
-            self._store.extend_recent(recent)
+            assert self.store is not None
+            self.store.extend_recent(recent)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
@@ -355,7 +315,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
-        store = self._store
+        store = self.store
         if store is None or not store.is_intact:  # a store that is not whole raises at its next use
             return
         now = store.shape
@@ -365,17 +325,16 @@ class HybridLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
-        self._lent = None
         self._stores.drop_checkpoints()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        self._stores.last_read = (None,)
+        if self.store is not None:
+            self.store.close()
+            self.store = None
         self._quantized_attention.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
         store = self.usable_store()
-        self._lent = None
         if store is not None and store.num_tokens > 0:
             self._stores.drop_checkpoints()
             store.select(beam_idx)
@@ -386,35 +345,12 @@ class HybridLayer(CacheLayerMixin):
         if store is None:
             return
         if repeats > 1 and not isinstance(store, SharedPrefix) and self.shares_copies:
-            self._lent = None
             self._stores.drop_checkpoints()
-            self._store = SharedPrefix.continuing(store, self.make_tails(repeats * store.shape.batch))
+            assert self._place is not None
+            tails = self._place.make(store.shape._replace(batch=repeats * store.shape.batch), after_prefix=True)
+            self.store = SharedPrefix.continuing(store, tails)
         else:
             self.reorder_cache(torch.arange(store.shape.batch).repeat_interleave(repeats))
-
-    def make_tails(self, batch: int) -> OneSequence:
-        """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
-        assert self._store is not None
-        assert self._place is not None
-        return self._place.make(self._store.shape._replace(batch=batch), after_prefix=True)
-
-    def continue_with(self, tails: OneSequence) -> None:
-        """
-        Make the stored sequences prefixes of the sequences in `tails`, several for each.
-
-        Raises:
-            ValueError: the stored tokens are no whole blocks.
-            HostMemoryError: they have to be copied for each sequence, and host memory would not suffice.
-        """
-        store = self._store
-        assert store is not None
-        assert not isinstance(store, SharedPrefix)
-        if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
-            raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
-        shares_blocks = self.shares_copies
-        self._store = SharedPrefix(store, tails)
-        if not shares_blocks:
-            self._move(self._store.shape)
 
     def join(self) -> None:
         """Keep a prefix that was shared, and the one sequence that is left after it, in one store."""
@@ -425,32 +361,30 @@ class HybridLayer(CacheLayerMixin):
     @property
     def shares_copies(self) -> bool:
         """Whether copies of a sequence share its blocks."""
-        store, place = self._store, self._place
+        store, place = self.store, self._place
         if store is None or place is None:
             return False
         return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_settled)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
-        if self._store is not None:
-            self.reorder_cache(torch.arange(self._store.shape.batch)[torch.as_tensor(indices, device="cpu")])
+        if self.store is not None:
+            self.reorder_cache(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
-        return () if self._store is None else self._store.buffers()
+        return () if self.store is None else self.store.buffers()
 
     def usable_store(self) -> AnyStore | None:
         """
-        Return the store with the edits of a caller.
+        Return the store.
 
         Raises:
             IncompleteCacheError: something has ended a change of it, or of the cache, half-way.
         """
         if self._stores.attention.products:
             self._stores.attention.compute_kept()
-        if self._lent is not None:
-            self.take_edits()
-        store = self._store
+        store = self.store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
             raise IncompleteCacheError(
                 f"An error or an interruption ended {self._stores.unfinished or f'a change of layer {self.layer_idx}'} "
@@ -462,13 +396,10 @@ class HybridLayer(CacheLayerMixin):
         """
         Return the store if a kernel may write the next tokens to it and attend to them, see `Store.make_place`.
 
-        As by `update`, states that a caller has read are the caller's alone from then on.
-
         Raises:
             IncompleteCacheError: see `usable_store`.
         """
         store, place = self.usable_store(), self._place
-        self._lent = None
         if place is None or not place.on_cpu or self._stores.attention.is_declined:
             return None
         parts = (store.prefix, store.tails) if isinstance(store, SharedPrefix) else (store,)
@@ -478,8 +409,8 @@ class HybridLayer(CacheLayerMixin):
         return store
 
     def still_has(self, store: AnyStore) -> bool:
-        """Return whether this is the layer's store, and no caller has read states, which may be edited, from it."""
-        return self._store is store and self._lent is None
+        """Return whether this is the layer's store."""
+        return self.store is store
 
     def offload(self) -> None:
         """Do nothing: the placement decides where a layer lives."""
@@ -487,70 +418,20 @@ class HybridLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Do nothing: a layer fetches those that follow it."""
 
-    def let_lent_go(self) -> None:
-        """Store the edits of a caller, and give up what was read where the caller has nothing of it."""
-        if self._lent is not None and self._lent.fit:
-            self.take_edits()
-        if self._lent is not None and not self._lent.is_edited and not self._lent.is_held:
-            self._lent = None
-
-    def _lend(self) -> LentStates:
-        """Return the states as a caller reads them, and may edit them."""
-        if self._lent is None:
-            store = self.usable_store()
-            self._stores.recently_lent.note(self)
-            with torch.inference_mode(False):
-                self._lent = LentStates(None if store is None else store.read_copy())
-        return self._lent
-
-    def _assign(self, role: int, states: torch.Tensor | None) -> None:
-        if not isinstance(states, torch.Tensor) or states.dim() != 4:
-            given = list(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
-            raise ValueError(
-                f"Layer {self.layer_idx} takes keys and values [batch, num_kv_heads, tokens, head_dim], got {given}. "
-                "To forget them call reset()."
-            )
-        self._lend().assign(role, states)
-
-    def take_edits(self) -> None:
-        """
-        Store the edits of a caller: writes to states that were read, and assigned states.
-
-        Raises:
-            RuntimeError: only keys or only values were assigned, and there are no others.
-            ValueError: keys and values do not fit each other, or there are no codes for some of them.
-        """
-        lent = self._lent
-        if lent is None or not lent.is_edited:
-            return
-        is_held = lent.is_held
-        keys, values = lent.get(0), lent.get(1)
-        if keys is None or values is None:
-            lost = "keys" if keys is None else "values"
-            raise RuntimeError(
-                f"Layer {self.layer_idx} was edited and has no {lost}: only the others were assigned. Call "
-                "layer.set(keys, values) with both."
-            )
-        self.set(keys, values)
-        # Otherwise the next read gives what is stored, which in a quantized layer is no longer what was written.
-        if is_held and lent.assigned_tokens is None:
-            lent.forget_edits()
-            self._lent = lent
-
     def _truncate(self, store: AnyStore, num_tokens: int) -> None:
         store.truncate(num_tokens)
         if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
             self.start(store.shape, lambda new: new.take_from(store))
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
-        assert self._store is not None
+        assert self.store is not None
         if self._stores.placement.offload:
-            advice = "Pass prefill_chunk_size=512 to generate, or fewer resident_layers or cpu_decode=True to the cache"
+            advice = "Pass prefill_chunk_size=512 to generate, or cpu_decode=True to the cache"
         else:
             advice = "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache(offload=True)"
         return DeviceMemoryError(
             f"The device has no room for {new_tokens:,} more tokens of layer {self.layer_idx}, which holds "
-            f"{self._store.num_tokens:,} ({self._store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
+            f"{self.store.num_tokens:,} ({self.store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
             f"The device said: {str(error).splitlines()[0]}"
         )
 
@@ -564,7 +445,7 @@ class HybridLayer(CacheLayerMixin):
             ValueError: the states do not fit each other, or the stored ones.
             RuntimeError: the states require gradients.
         """
-        store, shape = self._store, KVShape.of(keys, values)
+        store, shape = self.store, KVShape.of(keys, values)
         require_no_gradients(keys, values)
         if store is None or shape == store.shape:
             return keys, values
@@ -610,12 +491,3 @@ def checked_removal(tokens_to_remove: int, num_tokens: int) -> int:
             f"{num_tokens} tokens, use crop({min(0, removal - num_tokens)})."
         )
     return removal
-
-
-def _first_difference(held: Pair, states: Pair) -> int:
-    """Return the first token whose keys or values differ; if there is none, the number of tokens that both have."""
-    tokens = min(held[0].shape[2], states[0].shape[2])
-    differ = torch.zeros(tokens, dtype=torch.bool, device=held[0].device)
-    for old, new in zip(held, states, strict=True):
-        differ |= (old[:, :, :tokens] != new[:, :, :tokens]).any(dim=3).any(dim=1).any(dim=0)
-    return int(differ.to(torch.uint8).argmax()) if differ.any() else tokens

@@ -1,7 +1,7 @@
 """The stores of a cache's layers, and the memory and counters that they share."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from ..storage import (
     CacheStats,
     CodecChoice,
     CpuFraction,
-    ExpectedLength,
     HostBlocks,
     HostBudget,
     InitialCapacity,
@@ -43,7 +42,6 @@ from ..storage import (
     grown_capacity,
     streams_for,
 )
-from .lent_states import LendingLayers
 from .options import Placement
 
 # Most bytes that layers, beside the one in use, may hold until they see queries.
@@ -83,21 +81,18 @@ class LayerStores:
     Args:
         placement: where the layers live.
         capacity: capacity of buffers before the first token.
-        num_layers: how many layers will ask for a store.
-        codecs: how layers are quantized, by index in the model; the others stay in full precision.
+        layers: indices in the model of the full-attention layers.
+        windows: indices of layers that keep the last tokens only.
+        codecs: how layers are quantized, by index; the others stay in full precision.
         config: config of the model, or of its text part; it names the implementation of attention in use.
         peers: processes that keep a shard each; `None` for a single process.
-        first_layer: index of the first layer that asks for a store, to which a forward pass comes first.
-        num_windows: number of layers that keep the last tokens only.
-
-    Raises:
-        ValueError: `placement` asks for more resident layers than there are.
 
     Attributes:
+        first_layer: index of the first layer that asks for a store, to which a forward pass comes first.
         unfinished: the operation on all layers that ended half-way.
         thread: that began the last forward pass.
         checkpoints: of the cache, by the lengths that it can go back to.
-        recently_lent: layers that callers have read from, or assigned to.
+        last_read: the store that a caller has read last, its version then, and a copy of its states.
         num_edits: how often states were set, or became others of another type or place.
         implementation: the model's implementation of attention in the last forward pass.
         needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
@@ -108,27 +103,27 @@ class LayerStores:
         self,
         placement: Placement,
         capacity: InitialCapacity,
-        num_layers: int,
+        layers: Collection[int],
+        windows: Collection[int] = (),
         codecs: Mapping[int, KVCodec] | None = None,
         config: PreTrainedConfig | None = None,
         peers: Peers | None = None,
-        first_layer: int = 0,
-        num_windows: int = 0,
     ):
         self.placement = placement
         self.config = config
-        self.first_layer = first_layer
+        self.first_layer = min([*layers, *windows], default=0)
+        self._compared_layer = min(layers, default=0)
         self.peers = peers
         self.shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
         self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
-        expected_length = ExpectedLength(self.shard.tokens(capacity.device_tokens))
-        self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
+        expected = self.shard.tokens(capacity.device_tokens)
+        self.budget = HostBudget(len(layers) - len(self._choices), expected_tokens=expected)
         self.recent_budget = _RecentBudget(len(self._choices))
-        self.packed_budget = HostBudget(len(self._choices), GRANULE, expected_length)
-        self.device_budget = HostBudget(num_layers, expected_length=expected_length)
-        self.window_budget = HostBudget(num_windows)
+        self.packed_budget = HostBudget(len(self._choices), GRANULE, expected)
+        self.device_budget = HostBudget(len(layers), expected_tokens=expected)
+        self.window_budget = HostBudget(len(windows))
         self.stats = CacheStats()
         fraction = placement.cpu_fraction
         self.cpu_fraction = None if fraction is None else CpuFraction(fraction, placement.adapts, self.stats)
@@ -140,15 +135,14 @@ class LayerStores:
         self.implementation: str | None = None
         # Stores whose tokens may wait for a codec, in the order of their last use.
         self._waiting: list[weakref.ref[AnyStore]] = []
-        self.recently_lent = LendingLayers()
+        self.last_read: tuple[Any, ...] = (None,)
         self.num_edits = 0
-        self._resident = placement.resident_ordinals(num_layers)
         self.thread: int | None = None
         self.checkpoints: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, whose layers have lent nothing, and note when they wait."""
-        return {**vars(self), "recently_lent": LendingLayers(), "_waiting": []}
+        """Return the attributes of a copy, of whose layers nothing was read, and which note when they wait."""
+        return {**vars(self), "last_read": (None,), "_waiting": []}
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
@@ -182,14 +176,14 @@ class LayerStores:
             if length > after:
                 self.checkpoints.pop(length, None)
 
-    def place_of(self, layer_idx: int, ordinal: int, shape: KVShape) -> "Place":
+    def place_of(self, layer_idx: int, shape: KVShape) -> "Place":
         """
-        Return the place of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+        Return the place of the full-attention layer `layer_idx`.
 
         Raises:
             ValueError: the CPU was to attend to the layer, and there is no kernel for its states.
         """
-        on_cpu, is_resident = self._attends_on_cpu(layer_idx, ordinal, shape), ordinal in self._resident
+        on_cpu = self._attends_on_cpu(layer_idx, shape)
         choice, computes_on_cpu, fraction = self._choices.get(layer_idx), shape.device.type == "cpu", self.cpu_fraction
         if fraction is not None and (not on_cpu or (fraction.adapts and computes_on_cpu)):
             fraction = None  # all is best if the model is on the CPU, too
@@ -199,21 +193,18 @@ class LayerStores:
         else:
             kinds = STREAMED if self.placement.offload else DEVICE
             on_codes = choice is not None and self.peers is None and has_quantized_kernel(choice.codec, shape)
-        is_in_host_memory = on_cpu or (kinds is STREAMED and not is_resident)
-        device_tokens = self.placement.device_tokens if is_in_host_memory else 0
-        keeps_copy = is_resident and not on_cpu
-        return Place(self, ordinal, choice, kinds, on_cpu, on_codes, keeps_copy, device_tokens, fraction)
+        device_tokens = self.placement.device_tokens if on_cpu or kinds is STREAMED else 0
+        is_compared = layer_idx == self._compared_layer
+        return Place(self, choice, kinds, on_cpu, on_codes, is_compared, device_tokens, fraction)
 
-    def place_of_window(self, layer_idx: int, window: int, shape: KVShape) -> "Place":
-        """Return the place of the layer `layer_idx`, which keeps the last tokens only, where the model computes."""
+    def place_of_window(self, window: int, shape: KVShape) -> "Place":
+        """Return the place of a layer that keeps the last tokens only, where the model computes."""
         is_on_cpu = shape.device.type == "cpu" and shape.element is not None and not self.attention.is_declined
-        on_cpu = is_on_cpu and self.placement.attends_on_cpu(layer_idx, computes_on_cpu=True)
-        return WindowPlace(self, -1, None, HOST if on_cpu else DEVICE, on_cpu, False, False, 0, None, window)
+        on_cpu = is_on_cpu and self.placement.attends_on_cpu(computes_on_cpu=True)
+        return WindowPlace(self, None, HOST if on_cpu else DEVICE, on_cpu, False, False, 0, None, window)
 
-    def _attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
-        if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
-            return False
-        if self.cpu_fraction is not None and ordinal in self._resident:
+    def _attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
+        if self.attention.is_declined or not self.placement.attends_on_cpu(shape.device.type == "cpu"):
             return False
         is_asked_for = self.placement.cpu_decode is not None
         if shape.element is None and is_asked_for:
@@ -238,7 +229,7 @@ class LayerStores:
         """
         thread = get_ident()
         if layer_idx == self.first_layer:
-            self.thread = thread
+            self.thread, self.last_read = thread, (None,)
             # Asked once a pass, because transformers' configs take long to answer.
             self.implementation = getattr(self.config, "_attn_implementation", None)
             self.needs_states = self.implementation not in (None, "sdpa", "eager")
@@ -268,23 +259,21 @@ class Place:
 
     Attributes:
         stores: what it shares with the other layers.
-        ordinal: index of the layer among the full-attention layers.
         choice: its codec; `None` for full precision.
         kinds: of its runs.
         on_cpu: whether the CPU attends to it when few tokens come at once.
         on_codes: whether few queries attend to its packed blocks on their device without dequantizing them.
-        is_resident: whether streamed runs keep a copy on the device.
+        is_compared: whether processes that share it compare its new keys.
         device_tokens: most tokens that are on the device, while the others are in host memory.
         cpu_fraction: of the tokens in host memory that the CPU attends to; `None` for all or none.
     """
 
     stores: LayerStores
-    ordinal: int
     choice: CodecChoice | None
     kinds: Kinds
     on_cpu: bool
     on_codes: bool
-    is_resident: bool
+    is_compared: bool
     device_tokens: int
     cpu_fraction: CpuFraction | None
 
@@ -311,7 +300,7 @@ class Place:
         layout = Layout(split.sink_tokens, choice is not None, split.first_tokens, stores.shard)
         scratch = stores.scratches.setdefault(shape.device, Scratch(shape.device))
         if stores.peers is not None:
-            return ShardedStore(shape, layout, runs, scratch, choice, stores.peers, is_compared=self.ordinal == 0)
+            return ShardedStore(shape, layout, runs, scratch, choice, stores.peers, self.is_compared)
         store = Store(shape, layout, runs, scratch, choice)
         if not device_tokens:
             return store
@@ -347,10 +336,6 @@ class Place:
         stores = self.stores
         return self._run(self.kinds.growing, shape, stores.capacity.of_packed(), stores.packed_budget, packed=True)
 
-    def on_device(self, shape: KVShape) -> Resident:
-        """Make an empty run of a chunk in full precision on the compute device, see `Runs`."""
-        return Resident(shape, InitialCapacity(0, 0), self.stores.recent_budget)
-
     def _run(
         self, kind: _Kind, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, packed: bool = False
     ) -> Run:
@@ -359,8 +344,8 @@ class Place:
         stores, device, placement = self.stores, shape.device, self.stores.placement
         if device not in stores.stagings:
             stores.stagings[device] = Staging(streams_for(device), placement.prefetch_layers, stores.stats)
-        pinned = placement.pin_memory is not False and can_page_lock(device.type)
-        return Streamed(shape, capacity, budget, stores.stagings[device], self.is_resident, pinned, packed)
+        pinned = placement.pin_memory and can_page_lock(device.type)
+        return Streamed(shape, capacity, budget, stores.stagings[device], pinned, packed)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class WindowLayer(HybridLayer):
     shares_copies = False
 
     def __init__(self, layer_idx: int, stores: LayerStores, window: int):
-        super().__init__(layer_idx, -1, stores)
+        super().__init__(layer_idx, stores)
         self.sliding_window = window
         self._records_past = False
 
@@ -44,15 +44,15 @@ class WindowLayer(HybridLayer):
     @record_past.setter
     def record_past(self, records: bool) -> None:
         self._records_past = records
-        if isinstance(self._store, WindowStore):
-            self._store.keeps_all = records
+        if isinstance(self.store, WindowStore):
+            self.store.keeps_all = records
 
     def activate_past_recording(self) -> None:
         """Keep all tokens that come until the next `crop`, as assisted decoding asks for."""
         self.record_past = True
 
     def place_for(self, shape: KVShape) -> Place:
-        return self._stores.place_of_window(self.layer_idx, self.sliding_window, shape)
+        return self._stores.place_of_window(self.sliding_window, shape)
 
     def start(self, *args: Any) -> OneSequence:
         new = super().start(*args)
@@ -68,7 +68,6 @@ class WindowLayer(HybridLayer):
             RuntimeError: they require gradients.
             HostMemoryError: host memory would not suffice.
         """
-        self._lent = None
         self.usable_store()
         given, num_tokens = KVShape.of(keys, values), self.get_seq_length() or keys.shape[2]
         if keys.shape[2] != min(num_tokens, self.sliding_window - 1):
@@ -92,7 +91,7 @@ class WindowLayer(HybridLayer):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of the sequence, of which the last ones are stored."""
-        return 0 if self._store is None else self._store.num_tokens
+        return 0 if self.store is None else self.store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that a mask must cover when `query_length` tokens come next."""
@@ -106,7 +105,7 @@ class WindowLayer(HybridLayer):
 
     def can_go_back_to(self, num_tokens: int) -> bool:
         """Return whether `crop` can leave the first `num_tokens`."""
-        store = self._store
+        store = self.store
         return not isinstance(store, WindowStore) or store.can_go_back_to(num_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -147,7 +146,6 @@ class WindowLayer(HybridLayer):
             return
         store = self.usable_store()
         assert isinstance(store, WindowStore)
-        self._lent = None
         self._stores.drop_checkpoints(after=num_tokens)
         store.put(num_tokens, *recent.states)
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..attention import has_kernel_for_many
 from ..decode_phase.moving import HOST
 from ..layers import LayerStores, Placement
 from ..storage import InitialCapacity, KVCodec, KVShape, Scratch, SplitStore
@@ -32,18 +31,16 @@ class CacheCost:
     Attributes:
         prefill: bytes held at the end of the prompt.
         decode: bytes held while tokens are decoded, as `memory()` reports them.
-        copied: host memory for the states of one layer, which the prompt's last chunk unpacks from the kernel's blocks.
     """
 
     prefill: Held
     decode: Held
-    copied: int
 
 
 def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
     """The cost of transformers' `DynamicCache`."""
     held = context * sum(sum(shape.token_bytes) for shape in model.shapes.values()) + model.held_by_others(context)
-    return CacheCost(Held.where(on_cpu, held), Held.where(on_cpu, held), 0)
+    return CacheCost(Held.where(on_cpu, held), Held.where(on_cpu, held))
 
 
 def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
@@ -52,47 +49,43 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
 
     Args:
         model: the model that uses the cache.
-        placement: of the cache, without resident layers.
+        placement: of the cache.
         codec: of all full-attention layers; `None` for full precision.
         context: number of tokens of each sequence.
         on_cpu: whether the model computes on the CPU; otherwise it does on a CUDA device.
     """
-    stores, lengths = _stores(model, placement, codec), model.lengths(context)
+    if not model.has_kernel:
+        placement = replace(placement, cpu_decode=False)  # a cache does the same once attention asks for the states
+    codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
+    capacity = InitialCapacity.expecting(None, model.max_context)
+    stores = LayerStores(placement, capacity, model.shapes, model.others, codecs)
+    lengths = model.lengths(context)
     kept: Counter[str] = Counter()
     # All layers use the shared memory in turn, so the largest layer counts.
-    shared_prefill = shared_decode = copied = 0
+    shared_prefill = shared_decode = 0
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
         alone, *in_turn = _layer_cost(stores, index, shape, num_layers, lengths)
         kept.update({device: num_layers * num_bytes for device, num_bytes in alone.items()})
-        shared_prefill, shared_decode, copied = map(max, (shared_prefill, shared_decode, copied), in_turn)
+        shared_prefill, shared_decode = map(max, (shared_prefill, shared_decode), in_turn)
     kept.update(_held_by_others(model, stores, lengths, on_cpu))
     prefill, decode = (
         Held.where(on_cpu, kept["meta"] + shared, kept["cpu"]) for shared in (shared_prefill, shared_decode)
     )
-    return CacheCost(prefill, decode, copied)
+    return CacheCost(prefill, decode)
 
 
 def _held_by_others(model: ModelCost, stores: LayerStores, lengths: Sequence[int], on_cpu: bool) -> Counter[str]:
     """Bytes of the layers without full attention, by device type, after so many tokens in turn."""
     held: Counter[str] = Counter()
-    for index, layer in model.others.items():
+    for layer in model.others.values():
         if layer.shape is None or layer.window is None:
             held["cpu" if on_cpu else "meta"] += layer.held_bytes(lengths[-1])
             continue
         shape = layer.shape._replace(device=HOST) if on_cpu else layer.shape
-        store = stores.place_of_window(index, layer.window, shape).make(shape)
+        store = stores.place_of_window(layer.window, shape).make(shape)
         for device, num_bytes in store.planned_bytes(lengths):
             held[device.type] += num_bytes
     return held
-
-
-def _stores(model: ModelCost, placement: Placement, codec: KVCodec | None) -> LayerStores:
-    """The stores of a cache for the model."""
-    if not model.has_kernel:
-        placement = replace(placement, cpu_decode=False)  # a cache does the same once attention asks for the states
-    codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
-    capacity = InitialCapacity.expecting(None, model.max_context)
-    return LayerStores(placement, capacity, len(model.shapes), codecs, num_windows=len(model.others))
 
 
 def _kinds_of_layers(model: ModelCost, on_cpu: bool) -> Iterator[tuple[int, KVShape, int]]:
@@ -104,14 +97,14 @@ def _kinds_of_layers(model: ModelCost, on_cpu: bool) -> Iterator[tuple[int, KVSh
 
 def _layer_cost(
     stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: Sequence[int]
-) -> tuple[Counter[str], int, int, int]:
+) -> tuple[Counter[str], int, int]:
     """
     The cost of a layer that has had so many tokens in turn; `num_layers` are of its shape.
 
-    The bytes that it holds alone, by device type; bytes on the compute device that layers use in turn, at the end of
-    the prompt and while tokens are decoded; and host memory for its states, see `CacheCost.copied`.
+    The bytes that it holds alone, by device type; and bytes on the compute device that layers use in turn, at the end
+    of the prompt and while tokens are decoded.
     """
-    place = stores.place_of(index, 0, shape)
+    place = stores.place_of(index, shape)
     store = place.make(shape)
     is_split, is_quantized = isinstance(store, SplitStore), store.layout.is_quantized
     kept: Counter[str] = Counter()
@@ -120,10 +113,8 @@ def _layer_cost(
     on_cpu, attends_in_place = place.on_cpu, place.on_cpu or place.on_codes
     is_all_on_cpu = on_cpu and stores.cpu_fraction is None
     # Attention of a chunk then unpacks few blocks at a time.
-    takes_some = has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
-    in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
+    in_pieces = is_all_on_cpu and shape.device == HOST
     later = lengths[1:]
-    is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
     slots = scratch = of_middle = 0
     in_middle = store.split.growing(lengths) if isinstance(store, SplitStore) else lengths
     if (is_split or is_quantized) and not in_pieces:
@@ -136,5 +127,4 @@ def _layer_cost(
         slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
     while_decoding = slots + (of_middle if is_split or attends_in_place else scratch)
     shared_decode = 0 if is_all_on_cpu else while_decoding
-    copied = lengths[-1] * sum(shape.token_bytes) if is_copied else 0
-    return kept, slots + scratch, shared_decode, copied
+    return kept, slots + scratch, shared_decode

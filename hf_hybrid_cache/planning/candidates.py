@@ -65,7 +65,7 @@ class Candidate:
     def placement(self) -> Placement:
         """The placement of the cache during the prefill."""
         if self.strategy == Strategy.BOTH:
-            return Placement(offload=True, cpu_decode=0.5, device_tokens=self.device_tokens, adapts=True)
+            return Placement(offload=True, cpu_decode="auto", device_tokens=self.device_tokens)
         streamed = self.strategy == Strategy.STREAMED or self.cache == "offloaded"
         return Placement(offload=streamed, cpu_decode=True if self.strategy == Strategy.CPU_ATTENTION else None)
 
@@ -106,7 +106,7 @@ class Candidate:
         working = model.working_bytes(context)
         if self.strategy == Strategy.CPU:
             weights = model.weight_bytes if self.weights is None else model.quantized_weights[self.weights].num_bytes
-            with_cache = max(cost.prefill.host + cost.copied + working, cost.decode.host)
+            with_cache = max(cost.prefill.host + working, cost.decode.host)
             return Held(0, weights + RUNTIME_BYTES + with_cache)
         weights = model.weight_bytes
         host = max(cost.prefill.host, cost.decode.host) + RUNTIME_BYTES

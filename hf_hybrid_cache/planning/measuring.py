@@ -26,7 +26,7 @@ from ..cache_argument import cache_argument
 from ..decode_phase.moving import HOST
 from ..decode_step import fuse_where_known
 from ..errors import HybridCacheError
-from ..storage import KVShape
+from ..storage import KVShape, Pair
 from ..weights import move_experts_to_host, quantize_weights
 from .candidates import Candidate, Strategy, this_machine
 from .model_cost import ModelCost, model_on_meta
@@ -199,25 +199,18 @@ class _Layers:
 
     def _fill(self, cache: Cache, rows: int, num_tokens: int) -> None:
         """Put random keys and values of so many tokens into all layers that have some."""
-        states: dict[KVShape, tuple[torch.Tensor, torch.Tensor]] = {}
+        states: dict[KVShape, Pair] = {}
         for start in range(0, num_tokens, _FILLED_AT_ONCE):
             size = min(_FILLED_AT_ONCE, num_tokens - start)
             for number, shape in enumerate(self._shapes):
                 if shape is not None:
                     shape = shape._replace(batch=rows, device=self._device)
                     if shape not in states:
-                        states[shape] = _random_states(shape, min(_FILLED_AT_ONCE, num_tokens))
+                        states[shape] = shape.empty(min(_FILLED_AT_ONCE, num_tokens))
+                        for each in states[shape]:
+                            each.normal_()
                     keys, values = (each[:, :, :size] for each in states[shape])
                     cache.update(keys, values, number)
-
-
-def _random_states(shape: KVShape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random keys and values of so many tokens."""
-    keys, values = (
-        torch.randn(shape.batch, shape.num_kv_heads, num_tokens, width, dtype=dtype, device=shape.device)
-        for width, dtype in ((shape.key_dim, shape.key_dtype), (shape.value_dim, shape.value_dtype))
-    )
-    return keys, values
 
 
 def _device_of(candidate: Candidate) -> torch.device:

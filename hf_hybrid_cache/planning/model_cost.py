@@ -204,8 +204,7 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
-        experts = _experts_of(model)
-        quantized = {bits: _quantized(model, bits) for bits in WEIGHT_BITS}
+        quantized, experts = _cost_of_weights(model)
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
@@ -217,7 +216,7 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         name=name,
         dtype=dtype,
         weight_bytes=sum(weight.nbytes for weight in model.parameters()),
-        quantized_weights={bits: weights for bits, weights in quantized.items() if weights is not None},
+        quantized_weights=quantized,
         comes_quantized=getattr(config, "quantization_config", None) is not None,
         max_context=max_context,
         batch=batch,
@@ -237,41 +236,31 @@ def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 
-def _quantized(model: PreTrainedModel, bits: int) -> QuantizedWeights | None:
-    """The sizes of the weights in so many bits; `None` if no weight can be quantized."""
+def _cost_of_weights(model: PreTrainedModel) -> tuple[dict[int, QuantizedWeights], ExpertsCost]:
+    """The sizes of the weights by bits, empty if none can be quantized, and the cost of the experts."""
     covered = {id(each.parameter): each for each in coverage(model)[0]}
-    codes = {key: each.quantized_bytes(Width.checked(bits)) for key, each in covered.items()}
-    if not codes:
-        return None
-    return QuantizedWeights(
-        num_bytes=sum(codes.get(id(weight), weight.nbytes) for weight in model.parameters()),
-        largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
-    )
 
-
-def _experts_of(model: PreTrainedModel) -> ExpertsCost:
-    """The cost of a model's experts."""
-    of_layers = [matrices for module in model.modules() if (matrices := _matrices(module))]
-    if not of_layers:
-        return ExpertsCost()
-    covered = {id(each.parameter): each for each in coverage(model)[0]}
-    sizes = [sum(matrix.nbytes for matrix in matrices) for matrices in of_layers]
-    num_bytes: dict[int | None, int] = {None: sum(sizes)}
-    for bits in WEIGHT_BITS:
-        # Matrices that are too small to be quantized count as they are.
-        num_bytes[bits] = sum(
-            covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
-            for matrices in of_layers
-            for matrix in matrices
+    def size(weights: Iterable[nn.Parameter], bits: int | None) -> int:
+        """Bytes of weights; those that are too small to be quantized count as they are."""
+        width = None if bits is None else Width.checked(bits)
+        sizes = (
+            covered[id(weight)].quantized_bytes(width) if width and id(weight) in covered else weight.nbytes
+            for weight in weights
         )
-    largest = max(size // len(matrices[0]) for size, matrices in zip(sizes, of_layers, strict=True))
-    return ExpertsCost(num_bytes, largest)
+        return sum(sizes)
 
-
-def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The stacked matrices of the experts that a module holds."""
-    stacked = [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
-    return stacked if stacked and holds_experts(module) else []
+    largest = max((each.matrix_bytes for each in covered.values()), default=0)
+    quantized = {bits: QuantizedWeights(size(model.parameters(), bits), largest) for bits in WEIGHT_BITS if covered}
+    # The stacked matrices of the experts, by module.
+    stacked = {
+        module: [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+        for module in model.modules()
+    }
+    of_layers = [matrices for module, matrices in stacked.items() if matrices and holds_experts(module)]
+    if not of_layers:
+        return quantized, ExpertsCost()
+    num_bytes = {bits: sum(size(matrices, bits) for matrices in of_layers) for bits in (None, *WEIGHT_BITS)}
+    return quantized, ExpertsCost(num_bytes, max(size(matrices, None) // len(matrices[0]) for matrices in of_layers))
 
 
 @dataclass(frozen=True)

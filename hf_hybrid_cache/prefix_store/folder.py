@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self
+from typing import BinaryIO, Self
 
 import numpy as np
 
@@ -54,25 +54,6 @@ class Match:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class Entry(NamedTuple):
-    """
-    A prompt that no other one continues, as lists show it.
-
-    Attributes:
-        name: of its last node.
-        keys: all of them, `[tokens]`.
-        description: of the last node.
-        num_bytes: of all its files.
-        last_use: seconds since the epoch.
-    """
-
-    name: str
-    keys: np.ndarray
-    description: str
-    num_bytes: int
-    last_use: float
 
 
 class Folder:
@@ -189,22 +170,18 @@ class Folder:
                     sync_folder(self._folder)
             return node.name
 
-    def entries(self) -> list[Entry]:
-        """List the prompts that no other one continues, the one used last first."""
-        nodes, entries = self._nodes(), []
-        for last in nodes:
-            way = [] if nodes.that_start(last.end) else nodes.way_to(last)
-            if way:
-                num_bytes, last_use = sum(node.num_bytes for node, _ in way), last.last_use / 1e9
-                entries.append(Entry(last.name, _keys_of(way), way[-1][1].description, num_bytes, last_use))
-        return sorted(entries, key=lambda each: (-each.last_use, each.name))
+    def prompts(self) -> list[list[tuple[Node, Head]]]:
+        """List the nodes, with their heads, of each prompt that no other one continues, the one used last first."""
+        nodes = self._nodes()
+        ways = filter(None, (nodes.way_to(last) for last in nodes if not nodes.that_start(last.end)))
+        return sorted(ways, key=lambda way: (-way[-1][0].last_use, way[-1][0].name))
 
     def keys(self, name: str) -> np.ndarray:
         """Return all keys of a prompt up to the end of a node, `[tokens]`; raise `NodeNotFoundError` if it is gone."""
         nodes = self._nodes()
         if not (way := nodes.way_to(nodes.named(name))):
             raise NodeNotFoundError(f"{self.path} has no node {name}.")
-        return _keys_of(way)
+        return keys_of(way)
 
     def remove(self, name: str) -> None:
         """Remove a node and all that continue it; `NodeInUseError` if one is in use, `NodeNotFoundError` without it."""
@@ -368,6 +345,6 @@ def _in_order_of_removal(nodes: Nodes) -> Iterator[Node]:
                     heappush(waiting, (before.last_use, before))
 
 
-def _keys_of(way: Sequence[tuple[Node, Head]]) -> np.ndarray:
+def keys_of(way: Sequence[tuple[Node, Head]]) -> np.ndarray:
     """Return the keys of nodes that follow each other, `[tokens]`."""
     return np.concatenate([head.keys for _, head in way])

@@ -26,7 +26,7 @@ from .keys import as_bytes, as_keys, end_digests
 from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 # Of the folder and its files: raise it when they mean something else.
-VERSION = 5
+VERSION = 6
 _FORMAT = "hf_hybrid_cache.prefix_store"
 _SUFFIX, _UNFINISHED = ".safetensors", ".unfinished"
 _NAME = re.compile(rf"([0-9a-f]{{32}})-([0-9a-f]{{32}}){_SUFFIX}")

@@ -82,7 +82,7 @@ def states_since(
             continue
         assert not isinstance(layer.store, SharedPrefix)
         firsts = _first_entries(layer.store, start, _entries(before, index))
-        sections.append(rows_section(index, {"": layer.store}, firsts))
+        sections.append(rows_section(index, layer.store, firsts))
         for part, first in firsts.items():
             row = first if part == "packed" else first // GRANULE
             first_rows |= dict.fromkeys(role_names(index, part), row)
@@ -110,7 +110,7 @@ def _entries(node: NodeStates | None, index: int) -> Mapping[str, int]:
 def _is_of_a_prompt(states: States) -> bool:
     """Whether states are numbers of one sequence, by what they say of themselves."""
     return (
-        (states.batch, states.prefixes) == (1, 1)
+        states.batch == 1
         and min(states.num_kv_heads, states.key_dim, states.value_dim) > 0
         and all(DTYPES[dtype].is_floating_point for dtype in (states.key_dtype, states.value_dtype))
         and states.entries.keys() in ({"states"}, {"full", "packed"})

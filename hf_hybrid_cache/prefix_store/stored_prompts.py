@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from ..model_identity import Identity
 from ..scalars import as_count
 from .errors import NodeInUseError, PrefixStoreError
-from .folder import Entry, Folder
+from .folder import Folder, keys_of
 from .keys import MOST_TOKEN_IDS, num_read_tokens, token_ids_of
+from .node_files import Head, Node
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class StoredPrompts:
             PrefixStoreFolderError: the folder cannot be read.
         """
         prompts = []
-        for entry in self._folder.entries():
+        for way in self._folder.prompts():
             with contextlib.suppress(ValueError):  # of a description that cannot be read
-                prompts.append(_listed(entry))
+                prompts.append(_listed(way))
         return prompts
 
     def remove(self, stored: StoredPrompt) -> None:
@@ -145,20 +146,21 @@ class StoredPrompts:
             raise PrefixStoreError(f"{stored.name} is not removed: a process reads it now.") from error
 
 
-def _listed(entry: Entry) -> StoredPrompt:
-    """Return a prompt; `ValueError` if its description cannot be read."""
-    described, num_read = Description.from_json(entry.description), num_read_tokens(entry.keys)
-    if num_read + len(described.rest) < len(entry.keys):
-        raise ValueError(f"{entry.name} does not have the ids of all its tokens.")
-    token_ids = np.concatenate([token_ids_of(entry.keys[:num_read]), np.array(described.rest, np.int64)])
+def _listed(way: Sequence[tuple[Node, Head]]) -> StoredPrompt:
+    """Return the prompt of some nodes; `ValueError` if its description cannot be read."""
+    (last, head), keys = way[-1], keys_of(way)
+    described, num_read = Description.from_json(head.description), num_read_tokens(keys)
+    if num_read + len(described.rest) < len(keys):
+        raise ValueError(f"{last.name} does not have the ids of all its tokens.")
+    token_ids = np.concatenate([token_ids_of(keys[:num_read]), np.array(described.rest, np.int64)])
     return StoredPrompt(
-        entry.name,
+        last.name,
         described.identity,
         described.model_name,
         described.title,
         token_ids,
         described.document_tokens if described.rest else len(token_ids),
-        entry.num_bytes,
-        entry.last_use,
+        sum(node.num_bytes for node, _ in way),
+        last.last_use / 1e9,
         described.details,
     )

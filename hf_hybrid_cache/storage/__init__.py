@@ -8,7 +8,6 @@ from .memory.address_space import give_back_file_pages, huge_page_memory
 from .memory.buffer_memory import StorageUses
 from .memory.growth import GRANULE, InitialCapacity, grown_capacity
 from .memory.host_memory import (
-    ExpectedLength,
     HostBudget,
     HostMemoryError,
     available_host_bytes,
@@ -40,7 +39,6 @@ __all__ = [
     "CodecChoice",
     "CpuFraction",
     "Decision",
-    "ExpectedLength",
     "HostBlocks",
     "HostBudget",
     "HostMemoryError",

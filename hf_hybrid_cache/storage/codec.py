@@ -190,15 +190,11 @@ class CodecChoice:
         num_kv_heads = shape.num_kv_heads
         if self.is_made or not length or (batch, key_dim) != (shape.batch, shape.key_dim) or heads % num_kv_heads:
             return
-        step = -(-query.shape[2] // _MOST_QUERIES)
-        self.observe_squares(mean_squares(query[:, :, ::step], num_kv_heads), length)
-
-    def observe_squares(self, squares: torch.Tensor, queries: int) -> None:
-        """Take note of the mean squares of that many queries of a sequence, `[num_kv_heads, key_dim]`."""
-        number, known = queries, self.seen_queries
+        step = -(-length // _MOST_QUERIES)
+        squares, number, known = mean_squares(query[:, :, ::step], num_kv_heads), length, self.seen_queries
         if known is not None:
             number += known.number
-            squares = known.squares.to(squares.device).lerp(squares, queries / number)
+            squares = known.squares.to(squares.device).lerp(squares, length / number)
         self.seen_queries = SeenQueries(squares, number)
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -54,6 +54,14 @@ class KVShape(NamedTuple):
             value_dtype=torch.promote_types(self.value_dtype, other.value_dtype),
         )
 
+    def empty(self, num_tokens: int, device: torch.device | None = None) -> Pair:
+        """Make keys and values of so many tokens with any content, on their device or another one."""
+        keys, values = (
+            torch.empty(*sizes[:2], num_tokens, sizes[2], dtype=dtype, device=device or self.device)
+            for sizes, dtype in ((self.keys, self.key_dtype), (self.values, self.value_dtype))
+        )
+        return keys, values
+
     @property
     def keys(self) -> tuple[int, int, int]:
         return (self.batch, self.num_kv_heads, self.key_dim)

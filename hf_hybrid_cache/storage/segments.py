@@ -7,7 +7,6 @@ import torch
 
 from .codec import CodecChoice
 from .kv_shape import Pair
-from .memory.growth import GRANULE
 from .runs.run import HostBlocks, Run, repeated
 
 
@@ -114,20 +113,9 @@ def rows_of(segments: Sequence[Segment], start: int = 0) -> Pair:
     run, first = segments[0].run, start
     if not isinstance(run, HostBlocks) or any(each.run is not run for each in segments):
         end = num_entries(segments)
-        run, first = HostBlocks.like(run, end - start), 0
+        run, first = HostBlocks.like(run, end - start, segments[0].repeats), 0
         copy_entries(entries_of(segments, start, end), run)
     run.wait_for_copies()
     run.clear_rest()
     keys, values = run.rows()
     return keys[run.keys.rows(first) :], values[run.values.rows(first) :]
-
-
-def ranges(start: int, end: int, size: int, cut: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of `size`, whole blocks, from `start` to `end`; one ends where the block with `cut` begins."""
-    cut = start + max(0, cut - start) // GRANULE * GRANULE
-    while start < end:
-        stop = min(start + size, end)
-        if start < cut < stop:
-            stop = cut
-        yield start, stop
-        start = stop

@@ -59,12 +59,6 @@ class ShardedStore(Store):
         """The blocks that this process keeps, which are all until a codec is chosen."""
         return self.layout.shard
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states and return all, which all processes gather unless there are no others."""
-        only_these = self.num_tokens == 0
-        self.add(keys, values)
-        return (keys, values) if only_these else self.read()
-
     def write(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
         self.settle()
         super().write(keys, values)  # there are no copies on a device
@@ -133,11 +127,8 @@ class ShardedStore(Store):
         Make own rows in this empty store, with any content, for so many entries in all parts.
 
         Raises:
-            ValueError: the parts have other names.
             HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
-        if entries.keys() != self.entries().keys():
-            raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.entries())}")
         full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
         layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE

@@ -81,8 +81,7 @@ class SharedPrefix(TokenStore):
         return self.prefix.layout
 
     @property
-    def streamed(self) -> Streamed | None:
-        """The run of the prefix that is streamed to the device."""
+    def streamed(self) -> Streamed | None:  # type: ignore[override]
         return self.prefix.streamed
 
     @property

@@ -66,8 +66,7 @@ class SplitStore(TokenStore):
         return self.middle.waiting_bytes
 
     @property
-    def streamed(self) -> Streamed | None:
-        """The run that grows with the sequence, if it is streamed to the device."""
+    def streamed(self) -> Streamed | None:  # type: ignore[override]
         return self.middle.streamed
 
     @property
@@ -98,7 +97,8 @@ class SplitStore(TokenStore):
         start, end = streamed.streamed_from, streamed.num_entries
         if middle.packed is None:
             return start, end
-        return middle.sink_tokens + start * GRANULE, middle.sink_tokens + end * GRANULE
+        sinks = middle.layout.own_sink_tokens
+        return sinks + start * GRANULE, sinks + end * GRANULE
 
     def read_staged(self) -> Pair:
         """Return the states of `staged_range`, on the device; call it once for each `add` for a use there."""
@@ -212,7 +212,6 @@ class SplitStore(TokenStore):
             self._set_length(num_tokens)
 
     def select(self, indices: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was."""
         self.settle()
         with self._changing():
             self.middle.select(indices)
@@ -252,14 +251,6 @@ class SplitStore(TokenStore):
                 self.split = replace(self.split, device_tokens=fewer)
                 reason = "the device has no memory for more"
                 self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
-
-    def _room(self, num_tokens: int) -> Pair | None:
-        if not self._make_room(num_tokens - self.num_tokens):
-            return None
-        room = super()._room(num_tokens)
-        if self.middle.streamed is not None:
-            self.middle.streamed.stream_from(0)
-        return room
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
         """Lend memory in which streamed blocks will be dequantized; return `None` if none are."""

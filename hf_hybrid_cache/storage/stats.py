@@ -29,18 +29,14 @@ class CacheStats:
     Attributes:
         bytes_to_device: keys and values copied from host memory to the compute device.
         bytes_to_host: keys and values copied from the compute device to host memory.
-        prefetch_hits: layers whose past was on the device, or on its way, when the layer came to use it.
         prefetch_misses: layers whose past had to be fetched when it was already needed.
-        evictions: device copies given up for another layer. Nothing is copied then: the host holds the truth.
         kernel_seconds: spent in attention on the CPU.
         decisions: decisions about the place of tokens, in order.
     """
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
-    prefetch_hits: int = 0
     prefetch_misses: int = 0
-    evictions: int = 0
     kernel_seconds: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
 

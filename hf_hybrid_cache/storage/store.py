@@ -12,10 +12,10 @@ from .kv_shape import KVShape, Pair
 from .layout import Layout, Shard
 from .memory.growth import GRANULE
 from .memory.host_memory import HostMemoryError
-from .runs.run import HostBlocks, Resident, Run
+from .runs.run import HostBlocks, Run
 from .runs.streamed import Streamed
 from .scratch import Scratch
-from .segments import Segment, copy_entries, in_two, put_together, ranges
+from .segments import Segment, copy_entries, in_two, put_together
 from .token_store import TokenStore
 
 
@@ -27,9 +27,6 @@ class Runs(Protocol):
 
     def packed(self, shape: KVShape) -> Run:
         """Make an empty run of packed blocks of this shape."""
-
-    def on_device(self, shape: KVShape) -> Resident:
-        """Make an empty run of a chunk in full precision on the compute device."""
 
 
 class Store(TokenStore):
@@ -78,7 +75,6 @@ class Store(TokenStore):
         self.dense = runs.dense(shape, layout) if dense is None else dense
         self.num_tokens = self.dense.num_entries
         self.packed = None if choice is None else runs.packed(choice.packed_shape(shape))
-        self._is_dense_on_device = False  # while a chunk waits there, of a layer that keeps no tokens there
         self._note_streamed()
 
     @property
@@ -103,11 +99,6 @@ class Store(TokenStore):
     def own_tokens(self) -> int:
         return self.dense.num_entries + (0 if self.packed is None else self.packed.num_entries * GRANULE)
 
-    @property
-    def sink_tokens(self) -> int:
-        """Number of tokens in `dense` that come before packed blocks, once there are as many."""
-        return self.layout.own_sink_tokens
-
     def settled_after(self, lengths: Sequence[int]) -> int:
         return self.layout.after(lengths[-1]).settled_tokens(lengths[-1])
 
@@ -131,23 +122,17 @@ class Store(TokenStore):
             return self.dense.read()
         return put_together(self.segments(), self._scratch.lend_states(self.shape, self.own_tokens))
 
-    def in_pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
-        """
-        Yield the states in pieces, on their own device, with the first token of each.
-
-        Args:
-            size: tokens of a piece, at most, whole blocks.
-            cut: token in a block, with which a piece begins; not if it is one of few in full precision.
-        """
+    def in_pieces(self, size: int) -> Iterator[tuple[int, Pair]]:
+        """Yield the states in pieces of at most `size`, whole blocks, on their own device, with the first token."""
         self.wait_for_copies()
         at = 0
         for each in self.segments():
-            is_growing = self.packed is None or each.is_packed
-            end, tokens = at + each.num_tokens, each.run.keys.entry_tokens
-            for start, stop in ranges(at, end, size, cut if is_growing else 0):
-                first, last = each.start + (start - at) // tokens, each.start + (stop - at) // tokens
-                yield start, self._dequantized(first, last) if each.is_packed else each.run.read_range(first, last)
-            at = end
+            entries = size // each.run.keys.entry_tokens
+            for start in range(each.start, each.end, entries):
+                end = min(start + entries, each.end)
+                states = self._dequantized(start, end) if each.is_packed else each.run.read_range(start, end)
+                yield at, states
+                at += states[0].shape[2]
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
         """Return the device and bytes of each buffer after this empty store had grown to each of `lengths`."""
@@ -165,7 +150,7 @@ class Store(TokenStore):
             layout = layout.after(num_tokens)
         waits = choice is not None and not choice.is_made
         if waits:
-            self._prepare_to_wait(keys, values, layout, on_device)
+            self._prepare_to_wait(keys, values, layout)
         if choice is not None and not before:
             self.dense.reserve(layout.most_full_tokens)
         if layout.shard.size > 1:
@@ -312,35 +297,12 @@ class Store(TokenStore):
             self.layout = layout
             self._set_length(num_tokens)
 
-    def select(self, indices: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was."""
-        self.settle()
-        with self._changing():
-            for run in self.runs:
-                run.select(indices)
-            self.shape = self.shape._replace(batch=len(indices))
-            self.version += 1
-
-    def _prepare_to_wait(self, keys: torch.Tensor, values: torch.Tensor, layout: Layout, on_device: bool) -> None:
+    def _prepare_to_wait(self, keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> None:
         """Take the memory that new states will need once their codec is chosen."""
         assert self.packed is not None
         if layout is not self.layout:
             self.packed.reserve(layout.own_quantized_blocks)
             self._require_finite((keys, values), layout.own_quantized_blocks - self.packed.num_entries)
-        if not keys.is_cpu:
-            self._let_dense_follow(on_device and keys.shape[2] > GRANULE)
-
-    def _let_dense_follow(self, to_device: bool) -> None:
-        """Let a chunk on an accelerator be packed there: its tokens go to host memory once they are packed."""
-        dense = self.dense
-        if to_device == self._is_dense_on_device or (to_device and isinstance(dense, Resident)):
-            return
-        dense.wait_for_copies()
-        states = dense.read_range(0, dense.num_entries)
-        followed = self._runs.on_device(self.shape) if to_device else self._new_dense()
-        followed.write(states[0].to(followed.keys.device), states[1].to(followed.keys.device))
-        self.dense, self._is_dense_on_device = followed, to_device
-        dense.close()
 
     def _pack(self, layout: Layout, num_tokens: int, new: Pair, on_device: bool = False, renews: bool = False) -> None:
         """
@@ -366,7 +328,7 @@ class Store(TokenStore):
             old_keys, old_values = (states.to(keys.device) for states in dense.read_range(start, held))
             return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
-        renews = renews or self._is_dense_on_device or held > layout.most_full_tokens
+        renews = renews or held > layout.most_full_tokens
         codes = None
         if count:
             try:
@@ -389,7 +351,7 @@ class Store(TokenStore):
             raise
         with self._changing():
             if renews:
-                self.dense, self._is_dense_on_device = target, False
+                self.dense = target
                 dense.close()
             else:
                 dense.truncate(kept)
@@ -410,7 +372,7 @@ class Store(TokenStore):
         assert choice is not None
         dense.wait_for_copies()
         keys, values = dense.read_range(0, dense.num_entries) if came is None else came
-        first = min(self.sink_tokens, dense.num_entries)
+        first = min(self.layout.own_sink_tokens, dense.num_entries)
         due = keys[:, :, first:], values[:, :, first:]
         if came is None:  # those were checked as they came
             self._require_finite(due, due[0].shape[2] // GRANULE - 1)
@@ -419,7 +381,7 @@ class Store(TokenStore):
         if not self._own.is_all:
             keys, values = self._own.part(keys, 0), self._own.part(values, 0)
             with self._changing():
-                self.dense, self._is_dense_on_device = self._new_dense((keys, values)), False
+                self.dense = self._new_dense((keys, values))
                 self.layout = replace(self.layout, shard=self._own)
         return keys, values
 
@@ -450,12 +412,9 @@ class Store(TokenStore):
         assert self.packed is not None
         assert self._choice is not None
         packed, tokens = self.packed.read_range(first, last), (last - first) * GRANULE
-        shape, device = self.shape, packed[0].device
-        heads = shape.batch, shape.num_kv_heads
-        keys = torch.empty(*heads, tokens, shape.key_dim, dtype=shape.key_dtype, device=device)
-        values = torch.empty(*heads, tokens, shape.value_dim, dtype=shape.value_dtype, device=device)
-        self._choice.decode(packed, (keys, values))
-        return keys, values
+        states = self.shape.empty(tokens, packed[0].device)
+        self._choice.decode(packed, states)
+        return states
 
     def _require_finite(self, states: Pair, num_blocks: int) -> None:
         for each in states:
@@ -472,9 +431,3 @@ class Store(TokenStore):
             "stand for such. Nothing was stored. Find out why the model computes them, or use a cache of full "
             "precision, such as DynamicHybridCache."
         )
-
-    def _room(self, num_tokens: int) -> Pair | None:
-        if self.packed is None:
-            return None
-        self.settle()
-        return self._scratch.lend_states(self.shape, num_tokens)

@@ -10,7 +10,9 @@ import torch
 from .codec import CodecChoice, KVCodec
 from .cpu_fraction import CpuFraction
 from .kv_shape import KVShape, Pair
+from .memory.host_memory import require_host_bytes
 from .runs.run import Run
+from .runs.streamed import Streamed
 from .runs.token_buffer import TokenBuffer
 from .scratch import Scratch
 from .segments import Segment, in_two, num_entries, put_together, rows_of, tokens_from
@@ -46,6 +48,7 @@ class TokenStore(ABC):
         version: counts changes of the tokens, not of their form.
         is_staged: the last tokens were stored for a use on the device.
         cpu_fraction: fraction of the tokens in host memory that the CPU attends to, if the rest is streamed.
+        streamed: the run that grows with the sequence, or that of a prefix, if it is streamed to the device.
     """
 
     shape: KVShape
@@ -57,6 +60,7 @@ class TokenStore(ABC):
     _is_changing = False
 
     cpu_fraction: CpuFraction | None = None
+    streamed: Streamed | None = None
 
     @abstractmethod
     def segments(self) -> list[Segment]:
@@ -158,12 +162,12 @@ class TokenStore(ABC):
         The new ones are returned as they are if there are no others.
         """
         held = self.num_tokens
-        # Memory that may be refused is taken before anything changes.
-        room = self._room(held + keys.shape[2]) if held else None
+        if held and self._choice is not None:
+            self.settle()
+        if held and self.streamed is not None:
+            self.streamed.stream_from(0)
         self.write(keys, values, on_device=True)
-        if not held:
-            return keys, values
-        return self.read() if room is None else put_together(self.segments(), room)
+        return self.read() if held else (keys, values)
 
     def extend_recent(self, recent: RecentStates) -> None:
         """Store recent states again after the tokens that were before them."""
@@ -175,7 +179,10 @@ class TokenStore(ABC):
 
     def read_copy(self) -> Pair:
         """Return all keys and values, contiguous, in memory that is not the store's."""
-        return put_together(self.segments(), Scratch(self.shape.device).lend_states(self.shape, self.own_tokens))
+        shape, num_tokens = self.shape, self.own_tokens
+        if shape.device.type == "cpu":
+            require_host_bytes(num_tokens * sum(shape.token_bytes), f"A copy of {num_tokens:,} tokens needs")
+        return put_together(self.segments(), shape.empty(num_tokens))
 
     def copy_from(self, start: int) -> Pair:
         """Copy the states from token `start`, which is not packed; those of a split layer to host memory."""
@@ -195,6 +202,15 @@ class TokenStore(ABC):
         """Return rows of a part as a file has them, from entry `start` on, the first of a row; a copy where needed."""
         return rows_of(in_two(self.segments())[part == "packed"], start)
 
+    def select(self, indices: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was."""
+        self.settle()
+        with self._changing():
+            for run in self.runs:
+                run.select(indices)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
         return [buffer for run in self.runs for buffer in run.buffers()]
@@ -210,11 +226,6 @@ class TokenStore(ABC):
         for run in self.runs:
             run.close()
         self._scratch.release()
-
-    def _room(self, num_tokens: int) -> Pair | None:
-        """Settle; lend memory in which so many tokens will be put together, or none if they will be in one run."""
-        self.settle()
-        return self._scratch.lend_states(self.shape, num_tokens)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

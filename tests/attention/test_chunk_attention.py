@@ -34,7 +34,11 @@ def attend_by_kernel(queries: Queries, store: Store) -> torch.Tensor:
     return HostAttention(CacheStats()).attend(queries, store)
 
 
-WAYS = {"kernel": attend_by_kernel, "torch": torch_attention.attend_to_prompt}
+def attend_by_torch(queries: Queries, store: Store) -> torch.Tensor:
+    return torch_attention.attend_in_pieces(queries, store).out.to(queries.states.dtype)
+
+
+WAYS = {"kernel": attend_by_kernel, "torch": attend_by_torch}
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +96,7 @@ def test_attention_when_shapes_and_masks_are_random_then_is_exact(way: str, data
 
 def test_chunk_attention_when_unpacking_then_holds_one_piece():
     store, _ = filled(QuantizedHybridCache(CONFIG, 4), 1000, (16, 16), torch.float32)
-    pieces = [states for _, states in store.in_pieces(128, cut=930)]
+    pieces = [states for _, states in store.in_pieces(128)]
     for index, whole in enumerate(store.read()):
         assert max(states[index].shape[2] for states in pieces) <= 128
         assert torch.equal(torch.cat([states[index] for states in pieces], dim=2), whole)

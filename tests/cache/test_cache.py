@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     HostMemoryError,
     HybridCache,
     OffloadedHybridCache,
-    Placement,
     QuantizedHybridCache,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -162,7 +161,7 @@ def test_operations_on_an_empty_cache_do_nothing(cache: HybridCache):
 
 def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
     keys, values = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 8).bfloat16()
-    if cache._stores.placement.cpu_decode is True:
+    if cache._stores.placement.cpu_decode not in (None, False):
         with pytest.raises(ValueError, match=r"cpu_decode needs keys and values of one type.*32 and torch.bfloat16"):
             cache.update(keys, values, 0)
         return
@@ -170,11 +169,6 @@ def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
     ours = cache.update(keys, values, 0)
     assert torch.equal(ours[0], torch.cat([keys, keys], dim=2))
     assert torch.equal(ours[1], torch.cat([values, values], dim=2))
-
-
-@pytest.mark.parametrize(("count", "expected"), [(0, set()), (1, {0}), (2, {0, 4}), (3, {0, 2, 5}), (8, set(range(8)))])
-def test_resident_layers_are_spread_evenly(count: int, expected: set[int]):
-    assert Placement(offload=True, resident_layers=count).resident_ordinals(8) == expected
 
 
 # What is refused
@@ -193,13 +187,8 @@ def test_states_that_do_not_fit_are_refused_and_nothing_is_stored(cache: HybridC
     assert cache.get_seq_length(1) == 5
 
 
-def assign_keys_alone(cache: HybridCache) -> None:
-    cache.layers[3].keys = torch.ones(SHAPE)
-
-
 REFUSED = {
     "crop to a length": (lambda cache: cache.crop(5), ValueError, r"To keep 5 of 20 tokens, use crop\(-15\)"),
-    "crop with edits that are lost": (lambda cache: (assign_keys_alone(cache), cache.crop(-1)), ValueError, None),
     "beams that are not there": (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), IndexError, None),
     "sequences that are not there": (lambda cache: cache.batch_select_indices([7]), IndexError, None),
     "a mask of another length": (lambda cache: cache.batch_select_indices(torch.ones(3, dtype=bool)), IndexError, None),
@@ -218,8 +207,6 @@ def test_operation_on_all_layers_when_one_refuses_it_then_none_has_changed(name:
         read(each, num_tokens, batch, "gemma3")
     with pytest.raises(error, match=message):
         operation(cache)
-    if name == "crop with edits that are lost":
-        cache.layers[3].set(untouched.layers[3].keys, untouched.layers[3].values)
     assert torch.equal(*(read(each, 1, batch, "gemma3") for each in (untouched, cache)))
 
 

@@ -137,7 +137,7 @@ def test_attention_when_history_is_random_then_is_that_over_all_states(cpu_decod
             cache.to(torch.float64)
             cache.to(torch.float32)
         elif change == "edit" and held:
-            cache.layers[0].keys.mul_(2)
+            cache.layers[0].set(cache.layers[0].keys * 2, cache.layers[0].values)
             seen = max(0, held - history.window + 1)
             history.all = torch.cat([history.all[0][:, :, :seen], history.all[0][:, :, seen:] * 2], 2), history.all[1]
         elif change == "record":

@@ -28,10 +28,6 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
 
 
-def num_full_attention_layers(config: PreTrainedConfig) -> int:
-    return len(full_attention_layers(config))
-
-
 def stock(config: PreTrainedConfig) -> Cache:
     return DynamicCache(config=config)
 
@@ -44,15 +40,9 @@ def offloaded(config: PreTrainedConfig) -> HybridCache:
     return OffloadedHybridCache(config, cpu_decode=False)
 
 
-def offloaded_partly(config: PreTrainedConfig) -> HybridCache:
-    """Stream with two layers of prefetch, and one resident layer if the model has several."""
-    resident_layers = min(1, num_full_attention_layers(config))
-    return OffloadedHybridCache(config, prefetch_layers=2, resident_layers=resident_layers, cpu_decode=False)
-
-
-def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
-    """The last full-attention layer on the CPU, the others streamed."""
-    return HybridCache(config, Placement(offload=True, cpu_decode=full_attention_layers(config)[-1:]))
+def two_ahead(config: PreTrainedConfig) -> HybridCache:
+    """Stream with two layers of prefetch."""
+    return OffloadedHybridCache(config, prefetch_layers=2, cpu_decode=False)
 
 
 def shared_with_nobody(config: PreTrainedConfig) -> HybridCache:
@@ -72,21 +62,18 @@ def group_of_one() -> "distributed.ProcessGroup | None":
 SAME_ATTENTION: dict[str, Callable[..., HybridCache]] = {
     "dynamic": dynamic,
     "offloaded": offloaded,
-    "offloaded_partly": offloaded_partly,
+    "two_ahead": two_ahead,
 }
 # Attention is the kernel's: results differ by rounding.
 OWN_ATTENTION: dict[str, Callable[..., HybridCache]] = {
     "default": DynamicHybridCache,
-    "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }
 # Both ends of the context on the device, the middle in host memory, attended to by the kernel, streamed, or half of it.
 SPLIT: dict[str, Callable[..., HybridCache]] = {
     "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
     "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
-    "split_in_three": lambda config: OffloadedHybridCache(
-        config, device_tokens=128, cpu_decode=0.5, resident_layers=int(num_full_attention_layers(config) > 1)
-    ),
+    "split_in_three": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=0.5),
 }
 CACHES = SAME_ATTENTION | OWN_ATTENTION | SPLIT
 

@@ -72,8 +72,8 @@ class LazyStreams(Streams):
 class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
-    def place_of(self, layer_idx: int, ordinal: int, shape: KVShape) -> Place:
-        place = super().place_of(layer_idx, ordinal, shape)
+    def place_of(self, layer_idx: int, shape: KVShape) -> Place:
+        place = super().place_of(layer_idx, shape)
         return replace(place, kinds=STREAMED_OR_ATTENDED) if place.on_cpu else place
 
 

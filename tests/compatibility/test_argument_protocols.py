@@ -145,7 +145,7 @@ def test_places_and_copies_that_would_lose_states_are_refused(make: MakeCache):
     for copied in (copy.copy, pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())):
         with pytest.raises(TypeError, match=r"use cache\.save\(path\) .* copy\.deepcopy\(cache\) for a copy"):
             copied(cache)
-    with pytest.raises(TypeError, match=r"DataParallel .*DistributedDataParallel"):
+    with pytest.raises(TypeError, match="config must be a transformers config"):  # DataParallel makes one of replicas
         gather([{"past_key_values": llama_cache(make)}, {"past_key_values": cache}], "cpu")
     assert torch.equal(generated(tiny_model("llama"), cache)[:, : prompt().shape[1]], prompt())
 

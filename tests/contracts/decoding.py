@@ -154,7 +154,7 @@ def beside_parameters(module: Any, state: dict[str, Any], prefix: str, metadata:
 HIDDEN_WEIGHTS: dict[str, tuple[Callable[[torch.nn.Linear], object], str]] = {
     "parameter of a class": (
         lambda layer: setattr(layer, "weight", torch.Tensor._make_subclass(Codes, layer.weight.detach())),
-        r"of type Codes cannot be moved or converted\. Load the model with plain tensors",
+        r"of type Codes cannot be moved or converted\. Load the model unquantized",
     ),
     "codes": (
         lambda layer: layer.register_buffer("codes", torch.zeros(3, dtype=torch.int32)),
@@ -162,7 +162,7 @@ HIDDEN_WEIGHTS: dict[str, tuple[Callable[[torch.nn.Linear], object], str]] = {
     ),
     "no parameters": (
         lambda layer: layer.register_state_dict_post_hook(beside_parameters),
-        r"that torch\.nn\.modules\.linear\.Linear keeps beside parameters and buffers cannot be .* unquantized",
+        r"that a module keeps beside parameters and buffers \(.*\) cannot be .* unquantized",
     ),
 }
 

@@ -97,7 +97,7 @@ class Variant(NamedTuple):
         stores, states = cache._stores, random_states(0, batch=batch, dtype=sizes.dtype)
         stores.shard, stores.capacity = sizes.shard, InitialCapacity(host_tokens=sizes.host_tokens)
         shape = KVShape.of(*states)
-        store = stores.place_of(0, 0, shape).make(shape)
+        store = stores.place_of(0, shape).make(shape)
         device_tokens = store.split.device_tokens if isinstance(store, SplitStore) else 0
         return store, Plain(store.layout, device_tokens, codec, states)
 

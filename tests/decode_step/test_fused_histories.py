@@ -20,7 +20,10 @@ from models.tiny_models import random_prompt
 
 
 def half_of(cache: HybridCache, number: int) -> None:
-    cache.layers[number % 2].keys[:, :, -3:] *= 0.5
+    layer = cache.layers[number % 2]
+    keys = layer.keys.clone()
+    keys[:, :, -3:] *= 0.5
+    layer.set(keys, layer.values)
 
 
 def saved(cache: HybridCache, number: int) -> HybridCache:
@@ -61,8 +64,9 @@ def check_history(seed: int, make: Callable[[Any], HybridCache]) -> int:
             batch = 1 + chosen.randrange(3) if not twins.own.get_seq_length() else len(rows(twins.own))
             twins.forward(random_prompt(batch, chosen.randrange(2, 300)))
         fused_steps += twins.steps(chosen.choice([1, 2, 5, 70]), chosen.randrange(9))
-        for keys in held:  # too late, and of no effect
-            keys *= 0.5
+        with torch.inference_mode():
+            for keys in held:  # of no effect: they are copies
+                keys *= 0.5
         what, number = chosen.choice(list(CHANGES_OF_CACHES)), chosen.choice([1, 2, 63, 64, 65, 130])
         for name in ("ours", "own"):
             changed = CHANGES_OF_CACHES[what](getattr(twins, name), number)

@@ -139,7 +139,7 @@ def numbers(layers: set[int] | None = None, sink_tokens: int | None = None, **nu
                 for name in (f"layers.{index}/{part}.keys", f"layers.{index}/{part}.values"):
                     rows, form = number if part == "packed" else -(-number // 64), forms[name]
                     forms[name] = TensorForm(
-                        form.dtype, (rows, states["prefixes"], states["num_kv_heads"], *form.shape[3:])
+                        form.dtype, (rows, states["batch"], states["num_kv_heads"], *form.shape[3:])
                     )
 
     return change

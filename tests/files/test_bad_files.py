@@ -55,11 +55,11 @@ def hide_attributes(described: Any) -> None:
     described["layers"][0]["attributes"]["__dict__"] = {"dict": [["sliding_window", 3]]}
 
 
-VERSION = "and this version of hf_hybrid_cache reads 7. Use the version that wrote it"
+VERSION = "and this version of hf_hybrid_cache reads 8. Use the version that wrote it"
 
 # Arguments of `good_file`, what is done to the file, and what is then said of it, wherever it is loaded.
 DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
-    "other version": ({}, with_header(__metadata__={"format_version": "8"}), f"has format version '8', {VERSION}"),
+    "other version": ({}, with_header(__metadata__={"format_version": "9"}), f"has format version '9', {VERSION}"),
     "longer document": ({}, document_of(201), "a cache (its document has 201 tokens, the file 200)."),
     "uncounted document": ({}, document_of("7"), "does not describe a cache (ValueError: '7' is not a count)."),
     "squares of another type": (
@@ -85,7 +85,7 @@ DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
     ),
     "larger batch of a layer": (
         {},
-        rewritten(numbers({1}, batch=2, prefixes=2)),
+        rewritten(numbers({1}, batch=2)),
         "200 tokens of 1 in layer 0, 200 tokens of 2 in layer 1",
     ),
     "no heads": (

@@ -58,7 +58,6 @@ NUMBERS = {
     "states": st.sampled_from([0, 1, 63, 64, 65, 128, 192, 1000]),
     "packed": st.sampled_from([0, 1, 2, 3, 50]),
     "batch": st.integers(0, 4),
-    "prefixes": st.integers(0, 4),
     "num_kv_heads": st.integers(0, 4),
     "sink_tokens": st.sampled_from([0, 1, 64, 128, 1024, 2**20, 2**34, 2**62]),
 }

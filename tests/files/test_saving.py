@@ -149,7 +149,7 @@ def test_layers_that_cannot_be_mapped_are_refused(before: str, after: str | None
 
 
 def test_empty_cache_when_loaded_then_has_its_placement_and_length(path: Path):
-    original = HybridCache(LLAMA.config, Placement(True, 2, 1, None, [1, 3]), 5000)
+    original = HybridCache(LLAMA.config, Placement(True, 2, False, 0.5, 300), 5000)
     original.save(path)
     loaded = HybridCache.load(path, LLAMA.config)
     assert loaded._stores.placement == original._stores.placement

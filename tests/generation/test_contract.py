@@ -56,7 +56,7 @@ def test_modes_left_out_are_refused_by_transformers_itself():
 
 OF_ANY_TYPE = CACHES | CHOOSING
 # A share, or attention on the CPU that was asked for, needs one type that there is a kernel for.
-ASK_FOR_A_KERNEL = {"cpu_decode_partly", "shared_with_nobody", "split", "split_in_three"}
+ASK_FOR_A_KERNEL = {"shared_with_nobody", "split", "split_in_three"}
 
 
 def last_logits(make: MakeCache, dtype: torch.dtype) -> torch.Tensor:

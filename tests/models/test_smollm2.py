@@ -49,11 +49,10 @@ def expected(dtype: torch.dtype, num_tokens: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("num_tokens", "dtype", "cache"),
     [
-        slow(SHORT, torch.float32, "offloaded_partly"),
+        slow(SHORT, torch.float32, "two_ahead"),
         (SHORT, torch.float32, "default"),
         slow(SHORT, torch.float32, "dynamic"),
-        slow(SHORT, torch.bfloat16, "offloaded_partly"),
-        slow(SHORT, torch.float32, "cpu_decode_partly"),
+        slow(SHORT, torch.bfloat16, "two_ahead"),
         slow(LONG, torch.float32, "default"),
         slow(LONG, torch.bfloat16, "offloaded"),
     ],

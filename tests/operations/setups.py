@@ -133,13 +133,11 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late:
         # The reference does not know sinks beyond the first block, of which some would be in host memory.
         codecs = {layer: replace(codec, sink_tokens=min(64, codec.sink_tokens)) for layer, codec in codecs.items()}
     else:
-        on_cpu = st.frozensets(layers).map(lambda drawn: drawn - without_kernel)
         placement = Placement(
             offload=copies_late or draw(st.booleans()),
             prefetch_layers=draw(st.integers(0, 4)),
-            resident_layers=draw(st.integers(0, num_layers)),
-            pin_memory=draw(st.sampled_from([None, False])),
-            cpu_decode=draw(st.one_of(st.sampled_from([None, False, *([] if without_kernel else [True])]), on_cpu)),
+            pin_memory=draw(st.booleans()),
+            cpu_decode=draw(st.sampled_from([None, False, *([] if without_kernel else [True])])),
         )
     for layer, codec in codecs.items():
         if isinstance(codec.keys, MinMaxCodec) and draw(st.booleans()):
@@ -165,12 +163,9 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late:
 def _splits(draw: st.DrawFn, num_layers: int, is_quantized: bool, copies_late: bool) -> Placement:
     """Both ends of the context on the device, of quantized layers in all of them, as the reference has it."""
     cpu_decode = draw(st.sampled_from([True, False, 0.5]))
-    if not is_quantized:
-        cpu_decode = draw(st.just(cpu_decode) | st.frozensets(st.integers(0, num_layers - 1)))
     return Placement(
         offload=copies_late or cpu_decode is False or draw(st.booleans()),
         prefetch_layers=draw(st.integers(0, 4)),
-        resident_layers=0 if is_quantized else draw(st.integers(0, num_layers)),
         cpu_decode=cpu_decode,
         device_tokens=draw(_DEVICE_TOKENS),
     )

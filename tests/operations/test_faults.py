@@ -277,7 +277,7 @@ def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(is_stream
     def choosing() -> HybridCache:
         if not is_streamed:
             return HybridCache(CONFIG, codec=minmax(4, sink_tokens=0))
-        cache = HybridCache(CONFIG, Placement(True, 1, 1, cpu_decode=False), codec=minmax(4))
+        cache = HybridCache(CONFIG, Placement(True, 1, cpu_decode=False), codec=minmax(4))
         copy_late(cache)
         return cache
 

@@ -12,7 +12,7 @@ from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 # The models have short contexts, and kernels of other packages are not installed.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The prompt has .* context is", "ignore:No layer of this model", "ignore:The model has not used the cache"
+    "ignore:The prompt has .* context is", "ignore:The model has not used the cache"
 )
 
 LLAMA, DOCUMENT = tiny_model("llama"), random_prompt(1, 700)

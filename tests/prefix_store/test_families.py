@@ -18,7 +18,7 @@ from models.architectures import CONFIGS, small_model
 
 # The models have short contexts, and kernels of other packages are not installed.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The prompt has .* context is", "ignore:No layer of this model", "ignore:The model has not used the cache"
+    "ignore:The prompt has .* context is", "ignore:The model has not used the cache"
 )
 
 KEPT = {

@@ -131,11 +131,12 @@ class Told:
         self.cache.crop(-min(count, self.num_tokens))
 
     def edit(self, count: int, role: int) -> None:
-        """Write to the states of one token."""
+        """Change the states of one token."""
         layer: Any = self.cache.layers[-1]
         if self.num_tokens > count:
-            states = layer.values if role % 2 else layer.keys
-            states[:, :, count] += 1.0
+            states = layer.keys.clone(), layer.values.clone()
+            states[role % 2][:, :, count] += 1.0
+            layer.set(*states)
 
     def keep(self, count: int, replaced: int) -> None:
         """

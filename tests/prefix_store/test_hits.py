@@ -52,7 +52,6 @@ def test_prefill_when_less_is_stored_than_wanted_then_reads_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "form"), [("mistral_sliding", "full"), ("gemma4_shared", "quantized"), ("deepseek_v3", "offloaded")]
 )
-@pytest.mark.filterwarnings("ignore:No layer of this model")
 def test_hit_when_prompts_begin_alike_then_equals_a_cold_read(family: str, form: str, tmp_path: Path):
     """Prompts with documents are read by all families in `test_families.py`."""
     both = prompts(common=2200, first=30, second=150)

@@ -49,7 +49,7 @@ def make(name: str) -> Cache:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", slow_but(["default", "offloaded_partly", "split_in_three", "quantized_8"], ALL_CACHES))
+@pytest.mark.parametrize("name", slow_but(["default", "two_ahead", "split_in_three", "quantized_8"], ALL_CACHES))
 def test_threads_with_a_cache_each_get_the_tokens_they_get_alone(name: str):
     seeds = range(1 + budget(1))
     alone = [generate(make(name), seed) for seed in seeds]
@@ -205,7 +205,7 @@ def interrupt(act: Callable[[], object]) -> None:
 
 
 def generate_everywhere() -> None:
-    for name in ("offloaded_partly", "cpu_decode_partly", "quantized_streamed", "quantized_8"):
+    for name in ("two_ahead", "quantized_streamed", "quantized_8"):
         generate(make(name), seed=0)
 
 

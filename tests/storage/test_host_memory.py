@@ -1,7 +1,5 @@
 """Free host memory, container limits, and the refusal that comes before any allocation."""
 
-import itertools
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.growth import grown_capacity
 from hf_hybrid_cache.storage.memory.host_memory import (
-    ExpectedLength,
     HostBudget,
     HostMemoryError,
     Limit,
@@ -94,35 +91,11 @@ def test_max_length_when_beyond_memory_then_is_refused_at_first_tokens(
     entry_tokens: int, free: int, let_be_free: Callable[[int], None]
 ):
     """Records are counted in tokens of their blocks."""
-    budget = HostBudget(1, entry_tokens, ExpectedLength(64_000))
+    budget = HostBudget(1, entry_tokens, 64_000)
     let_be_free(free)
     assert "64,000 tokens (max_length) need" in refused(budget, Holder(), 1)
     let_be_free(free + 1)
     assert entry_tokens * budget.grow(Holder(), 1, 1) == grown_capacity(entry_tokens)
-
-
-@pytest.mark.parametrize("expected_tokens", [0, 5000])
-def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(
-    expected_tokens: int, let_be_free: Callable[[int], None]
-):
-    expected_length = ExpectedLength(expected_tokens)
-    budget, holders, held = HostBudget(num_stores=2, expected_length=expected_length), (Holder(), Holder()), [0, 0]
-    total = 2**20
-
-    def grow(*lengths: int) -> None:
-        for num_tokens, (index, holder) in itertools.product(lengths, enumerate(holders)):
-            let_be_free(total - sum(held))
-            held[index] = 100 * budget.grow(holder, num_tokens, entry_bytes=100)
-
-    grow(100)
-    # Another process takes some of it.
-    total = 400_000
-    said = re.escape("about token 2,000" + (" of 5,000 (max_length)" if expected_tokens else ""))
-    with pytest.warns(UserWarning, match=said) as warned:
-        grow(*range(400, 1900, 100))
-    assert len(warned) == 1
-    with pytest.raises(HostMemoryError, match="2,100 tokens need"):
-        grow(2100)
 
 
 def test_what_moves_to_grow_is_asked_for_twice(let_be_free: Callable[[int], None]):

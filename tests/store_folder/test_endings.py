@@ -116,5 +116,5 @@ def test_changes_when_made_then_are_on_the_disk_in_order(path: Path, monkeypatch
     keep(user, tuple(range(100)))
     assert events == ["fsync .unfinished", "replace .unfinished", "fsync folder"]
     events.clear()
-    user.remove(user.entries()[0].name)
+    user.remove(user.prompts()[0][-1][0].name)
     assert events == ["unlink .safetensors", "fsync folder"]

@@ -87,7 +87,7 @@ def test_prompt_when_found_or_kept_again_then_all_its_nodes_are_used(
         add(folder, tokens, len(tokens) - 100)
         use_at(folder, tokens, seconds)
     again(folder, both)
-    assert [entry.description for entry in folder.entries()] == ["1", "2"]  # what was used last comes first
+    assert [way[-1][1].description for way in folder.prompts()] == ["1", "2"]  # what was used last comes first
     add(folder, one(3))
     assert found(folder, both, one(2), one(3)) == [200, 0, 100]
 
@@ -131,7 +131,7 @@ def test_prompt_when_removed_then_nodes_that_are_named_or_used_stay(path: Path):
     folder.remove_unshared(last, [last.partition("-")[0]])
     assert num_found(folder, tokens) == 1000
     folder.remove_unshared(last, [before.partition("-")[0]])
-    assert [entry.name for entry in folder.entries()] == [before]
+    assert [way[-1][0].name for way in folder.prompts()] == [before]
 
 
 def test_store_stays_when_the_working_directory_changes_and_may_go(path: Path, monkeypatch: pytest.MonkeyPatch):

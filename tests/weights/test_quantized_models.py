@@ -153,7 +153,7 @@ def bitsandbytes_dequantized(folder: Path) -> PreTrainedModel:
     return bitsandbytes_loaded(folder, load_in_4bit=True).dequantize()
 
 
-@form("hqq-4", "hqq", "that hqq.core.quantize.HQQLinear keeps beside parameters and buffers", is_quick=True)
+@form("hqq-4", "hqq", "that a module keeps beside parameters and buffers", is_quick=True)
 def hqq_direct(folder: Path) -> PreTrainedModel:
     from hqq.core.quantize import BaseQuantizeConfig
     from hqq.models.hf.base import AutoHQQHFModel
@@ -219,7 +219,7 @@ def bitnet_loaded(folder: Path) -> PreTrainedModel:
     return loaded(rewritten(folder, torch.float32, BitNetQuantConfig(), ternary))
 
 
-@form("torch-dynamic", "torch", "linear.Linear keeps beside parameters and buffers", is_quick=True, rounds=True)
+@form("torch-dynamic", "torch", "that a module keeps beside parameters and buffers", is_quick=True, rounds=True)
 def torch_dynamic(folder: Path) -> PreTrainedModel:
     """The quantization that torch itself had: modules keep their weights beside parameters and buffers."""
     return torch.ao.quantization.quantize_dynamic(copy.deepcopy(full_precision()), {nn.Linear}, dtype=torch.qint8)

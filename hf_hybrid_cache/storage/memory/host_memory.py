@@ -1,10 +1,7 @@
 """Host memory: the limits on this process, the budget of a cache, and the error that comes before memory runs out."""
 
-import copy
 import sys
-import warnings
 import weakref
-from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,30 +100,6 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
     return [int(limit) - usage + int(stat.get(reclaimable_name, 0))]
 
 
-class ExpectedLength:
-    """
-    The expected length of a cache, and one warning if memory ends before it.
-
-    Args:
-        num_tokens: tokens that will be stored; 0 if that is not known.
-    """
-
-    def __init__(self, num_tokens: int = 0):
-        self.num_tokens = num_tokens
-        self.has_warned = False
-
-    def warn(self, last_token: int, limit: Limit) -> None:
-        """Warn that memory ends at `last_token`."""
-        self.has_warned = True
-        of_expected = f" of {self.num_tokens:,} (max_length)" if self.num_tokens > last_token else ""
-        warnings.warn(
-            f"Host memory will end at about token {last_token:,}{of_expected}: {limit.free / 2**30:.2f} GiB are "
-            f"free{limit.where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens "
-            "that are stored stay, and the cache can be used on, also after an error.",
-            stacklevel=2,
-        )
-
-
 class HostBudget:
     """
     Host memory that the layers of one cache hold.
@@ -138,14 +111,11 @@ class HostBudget:
     Args:
         num_stores: number of layers that will hold tokens in host memory.
         entry_tokens: tokens of an entry, 64 for packed blocks.
-        expected_length: expected length of the cache. The first tokens ask for memory for all of it, and it is compared
-            with free memory whenever layers grow. `None` if layers soon stop growing.
+        expected_tokens: that will be stored, if known: the first ones ask for memory for all of them.
     """
 
-    def __init__(self, num_stores: int, entry_tokens: int = 1, expected_length: ExpectedLength | None = None):
-        self.num_stores = num_stores
-        self.entry_tokens = entry_tokens
-        self.expected_length = expected_length
+    def __init__(self, num_stores: int, entry_tokens: int = 1, expected_tokens: int = 0):
+        self.num_stores, self.entry_tokens, self.expected_tokens = num_stores, entry_tokens, expected_tokens
         # Entries, and bytes of an entry, by who holds them.
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         # The entries that the last layer asked for, the bytes of one, and the entries that it was granted.
@@ -153,7 +123,7 @@ class HostBudget:
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """Return an empty budget, in which the copies of the layers note themselves."""
-        return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.expected_length, memo))
+        return HostBudget(self.num_stores, self.entry_tokens, self.expected_tokens)
 
     def grow(self, holder: object, num_entries: int, entry_bytes: int, moved_bytes: int = 0) -> int:
         """
@@ -162,8 +132,7 @@ class HostBudget:
         An entry of it takes `entry_bytes`; `moved_bytes` are held twice while its buffers grow.
 
         Returns:
-            Entries that there is memory for: a chunk more than `num_entries`, or only what fills whole blocks. Where
-            memory will end within one more chunk, or before what is expected, a warning says so, once for a cache.
+            Entries that there is memory for: a chunk more than `num_entries`, or only what fills whole blocks.
 
         Raises:
             HostMemoryError: the layers would need more than is free, or nothing is held yet and the expected length
@@ -174,8 +143,14 @@ class HostBudget:
             self.note(holder, granted, entry_bytes)
             return granted
 
+        others = [size for other, size in self._held.items() if other is not holder]
+        held, held_bytes = self._held.get(holder, (0, 0))
+        num_alike = max(1, self.num_stores - len(others))  # with those that hold nothing yet
+
         def need(entries: int) -> int:
-            return self._missing_bytes(holder, entries, entry_bytes) + moved_bytes
+            """Return the bytes that all layers lack to hold so many entries."""
+            missing = sum(max(0, entries - there) * size for there, size in others)
+            return num_alike * entries * entry_bytes - held * held_bytes + missing + moved_bytes
 
         limit = tightest_limit()
         free = limit.free
@@ -183,16 +158,9 @@ class HostBudget:
         granted = ahead if need(ahead) <= free else least_capacity(num_entries, self.entry_tokens)
         if need(granted) > free:
             raise _refusal(need(granted), f"{num_entries * self.entry_tokens:,} tokens need", limit)
-        if self.expected_length is not None:
-            expected_tokens = self.expected_length.num_tokens
-            expected = expected_tokens // self.entry_tokens
-            if need(expected) > free and not self._held:
-                raise _refusal(need(expected), f"{expected_tokens:,} tokens (max_length) need", limit)
-            horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
-            if need(horizon) > free and not self.expected_length.has_warned:
-                beyond = range(granted + 1, horizon)
-                fitting = granted + bisect_left(beyond, True, key=lambda entries: need(entries) > free)
-                self.expected_length.warn(fitting * self.entry_tokens, limit)
+        expected = need(self.expected_tokens // self.entry_tokens)
+        if expected > free and not self._held:
+            raise _refusal(expected, f"{self.expected_tokens:,} tokens (max_length) need", limit)
         self.note(holder, granted, entry_bytes)
         self._asked = num_entries, entry_bytes, granted
         return granted
@@ -204,17 +172,6 @@ class HostBudget:
     def note(self, holder: object, num_entries: int, entry_bytes: int) -> None:
         """Note how many entries `holder` holds, without a check."""
         self._held[holder] = (num_entries, entry_bytes)
-
-    def _missing_bytes(self, holder: object, num_entries: int, entry_bytes: int) -> int:
-        """Return the bytes that all layers lack to hold `num_entries`."""
-        others = [size for other, size in self._held.items() if other is not holder]
-        held, held_bytes = self._held.get(holder, (0, 0))
-        to_come = max(0, self.num_stores - len(others) - 1)
-        return (
-            (1 + to_come) * num_entries * entry_bytes
-            - held * held_bytes
-            + sum(max(0, num_entries - entries) * size for entries, size in others)
-        )
 
 
 def require_host_bytes(num_bytes: int, purpose: str) -> None:

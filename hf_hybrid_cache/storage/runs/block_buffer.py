@@ -45,8 +45,6 @@ class BlockBuffer(TokenBuffer):
         self.transposed = transposed
         # Elements of a stored row, with the padding of values.
         self.stored_dim = shape[2] if transposed else -(-shape[2] // _LANES) * _LANES
-        # A block, and a view of each of its tokens.
-        self._places: tuple[int, tuple[torch.Tensor, ...]] = -1, ()
         super().__init__(shape, dtype, memory, token_major=True)
 
     def stored_shape(self, num_entries: int) -> torch.Size:
@@ -56,11 +54,7 @@ class BlockBuffer(TokenBuffer):
 
     def write(self, start: int, states: torch.Tensor) -> None:
         tokens, (block, offset) = states.shape[2], divmod(start, GRANULE)
-        if tokens == 1:  # a decode step: one operation
-            if self._places[0] != block:
-                self._places = block, self._places_in(block)
-            self._places[1][offset].copy_(states)
-        elif 0 < tokens <= GRANULE - offset:  # a step of several tokens: few operations
+        if 0 < tokens <= GRANULE - offset:  # a step: few operations
             self.held.seen.select(2, block).narrow(2, offset, tokens).copy_(states)
         else:
             for first, place in self._runs(start, start + tokens):
@@ -100,11 +94,6 @@ class BlockBuffer(TokenBuffer):
             for begin, stop in copies:
                 self.held.stored[begin:stop].copy_(piece[begin - first : stop - first], non_blocking=True)
 
-    def _places_in(self, block: int) -> tuple[torch.Tensor, ...]:
-        """Return a view of each token of a block, `[batch, heads, 1, head_dim]`."""
-        with torch.inference_mode(False):
-            return self.held.seen.select(2, block).split(1, dim=2)
-
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each run in `start` to `end`: its first token and a view `[batch, heads, blocks, tokens, head_dim]`."""
         while start < end:
@@ -115,7 +104,6 @@ class BlockBuffer(TokenBuffer):
             start += blocks * tokens
 
     def _view(self, piece: Piece) -> None:
-        self._places = -1, ()
         if piece.space is None and self.stored_dim != self.shape[2]:
             piece.data.zero_()
         piece.stored = piece.data.view(self.dtype).view(self.stored_shape(piece.capacity))

@@ -241,10 +241,10 @@ class HostBlocks(Run):
         super().__init__(shape, keys, values, budget)
 
     @classmethod
-    def like(cls, run: Run, num_entries: int = 0) -> "HostBlocks":
-        """Make an empty run for the entries of `run`, or for `num_entries`, with a budget of its own."""
+    def like(cls, run: Run, num_entries: int = 0, repeats: int = 1) -> "HostBlocks":
+        """Make an empty run for the entries of `run`, or for `num_entries`, of each sequence `repeats` times."""
         entry_tokens = run.keys.entry_tokens
-        shape = run.shape._replace(device=torch.device("cpu"))
+        shape = run.shape._replace(batch=run.shape.batch * repeats, device=torch.device("cpu"))
         capacity = InitialCapacity(0, max(num_entries, run.num_entries))
         return HostBlocks(shape, capacity, HostBudget(1, entry_tokens), entry_tokens == GRANULE)
 

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,8 +67,8 @@ class Staging:
     """
     The order in which the layers of one device take turns in slots.
 
-    Each resident layer has a slot of its own. The others share `prefetch_layers + 1`: one for the layer that is
-    attended to, the rest for those that follow, in the cycle in which the model uses its layers.
+    They share `prefetch_layers + 1`: one for the layer that is attended to, the rest for those that follow, in the
+    cycle in which the model uses its layers.
 
     Every hand-over is ordered by events in both directions. A copy to the device waits for the computation that read
     the slot before, for the copy to the host of the slot's old content, and for the copy to the host of the tokens
@@ -112,7 +111,7 @@ class Staging:
         for run in order[1:]:
             if not left:
                 return
-            if not run.is_streamed or run.resident:
+            if not run.is_streamed:
                 continue
             left -= 1
             if run.num_entries > 0 and run.slot_with_past() is None:
@@ -130,15 +129,11 @@ class Staging:
         which somebody holds tensors is left to them.
         """
         slot = None if run.is_lent else run.slot
-        if slot is None and not run.resident:
-            num_shared, free = 0, None
-            for other in order:
-                if other.slot is not None and not other.resident:
-                    num_shared += 1
-                    if other is not order[0] and not other.is_lent:
-                        free = other
-            if free is not None and num_shared > self.prefetch_layers:
-                slot = free.give_up_slot()
+        if slot is None:
+            others = [other for other in order if other.slot is not None]
+            free = [other for other in others if other is not order[0] and not other.is_lent]
+            if free and len(others) > self.prefetch_layers:
+                slot, free[-1].slot = free[-1].slot, None
         if slot is None or slot.shape != run.shape:
             slot = Slot(run.shape, self.streams)
         slot.end, slot.first = 0, run.streamed_from
@@ -147,22 +142,14 @@ class Staging:
         return slot
 
     def give_up_others(self, current: "Streamed") -> bool:
-        """Give up all device copies but that of `current`, resident ones too; return whether there were any."""
+        """Give up all device copies but that of `current`; return whether there were any."""
         given_up = [run for run in self.order_from(current)[1:] if run.slot is not None and not run.is_lent]
-        num_resident = sum(run.resident for run in given_up)
         for run in given_up:
-            run.give_up_slot()
-            run.resident = False
-        if num_resident:
-            warnings.warn(
-                f"The device ran out of memory: {num_resident} resident layers are streamed from now on. Use fewer "
-                "resident_layers, or a smaller prefill_chunk_size in generate.",
-                stacklevel=2,
-            )
+            run.slot = None
         return bool(given_up)
 
     def planned_bytes(self, shape: KVShape, num_layers: int, sizes: Sequence[int]) -> int:
-        """Return the bytes of the slots for layers of `shape`, none resident, after growing to each of `sizes`."""
+        """Return the bytes of the slots for layers of `shape` after growing to each of `sizes`."""
         slot = Slot(shape, self.streams)
         num_slots = min(self.prefetch_layers + 1, num_layers)
         return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
@@ -176,7 +163,6 @@ class Streamed(HostBlocks):
 
     Args:
         staging: of the compute device, shared by its layers.
-        resident: keep the device copy for good.
         pinned: page-lock the host memory.
 
     Attributes:
@@ -198,12 +184,11 @@ class Streamed(HostBlocks):
         capacity: InitialCapacity,
         budget: HostBudget,
         staging: Staging,
-        resident: bool = False,
         pinned: bool = False,
         packed: bool = False,
     ):
         super().__init__(shape, capacity, budget, packed, pinned_for=shape.device if pinned else None)
-        self.staging, self.resident = staging, resident
+        self.staging = staging
         self.slot: Slot | None = None
         self.is_streamed = True
         self.streamed_from = 0
@@ -264,8 +249,6 @@ class Streamed(HostBlocks):
         if slot is None:
             stats.prefetch_misses += start > 0
             slot = self.fetch(order)
-        else:
-            stats.prefetch_hits += start > 0 and not self.resident
         there = slot.first
         slot.ensure(end - there, keep=start - there)
         if end > start:  # packed blocks come once in 64 steps
@@ -312,12 +295,6 @@ class Streamed(HostBlocks):
             if self.num_entries != held or not self.is_intact or not self.staging.give_up_others(self):
                 raise
         return use(*arguments)
-
-    def give_up_slot(self) -> Slot | None:
-        """Return the slot, which is free for another run."""
-        slot, self.slot = self.slot, None
-        self.staging.stats.evictions += slot is not None and slot.end > 0
-        return slot
 
     @property
     def is_lent(self) -> bool:
