@@ -33,7 +33,6 @@ from experiments.common.options import byte_size, plain_parser
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES, DECODE_DEVICES
 from experiments.sweep.store import Cell
-from experiments.sweep.table import HEADINGS, row
 from hf_hybrid_cache.models import ModelLoadError, load_config
 
 SMOKE = {"model": "smollm2-135m", "contexts": [320], "new_tokens": [4]}
@@ -117,14 +116,22 @@ def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[s
     known = {} if options.force else stored.records
     todo = [cell for cell in wanted if not is_settled(known.get(cell), options.time_limit)]
     console.print(f"{len(wanted)} cells, {len(wanted) - len(todo)} measured before; records in {folder}")
-    console.print(HEADINGS, markup=False, highlight=False)
     found = {cell: stored.records[cell] for cell in wanted if cell not in todo}
     for record in found.values():
-        console.print(row(record), markup=False, highlight=False, style="dim")
+        console.print(line_of(record), markup=False, highlight=False, style="dim")
     for cell in track(todo, "cells", console=console, disable=not console.is_terminal):
         found[cell] = store.checked(store.write(folder, measured_apart(cell, options.time_limit, options.gpu_memory)))
-        console.print(row(found[cell]), markup=False, highlight=False)
+        console.print(line_of(found[cell]), markup=False, highlight=False)
     return Counter(record["result"]["status"] for record in found.values())
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """Return what is printed of a record; the rest is in the summary."""
+    name, result = Cell.from_record(record).name, record["result"]
+    if result["status"] != "measured":
+        return f"{name}: {result['status']}: {result['message']}"
+    tokens, mebibytes = result["tokens_per_second"], result["kv_bytes"] / 2**20
+    return f"{name}: {tokens:.2f} tokens/s, {mebibytes:,.1f} MiB of keys and values"
 
 
 def measured_apart(cell: Cell, limit_seconds: float, gpu_bytes: int | None = None) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def run_limited(command: list[str], limit_seconds: float) -> dict[str, Any] | No
     if process.returncode == 0:
         return None
     if process.returncode == -signal.SIGKILL and _kills_for_memory() > killed_before:
-        return {"status": "out of memory", "where": "host", "bytes_asked": None, "message": "killed by the kernel"}
+        return {"status": "out of memory", "message": "killed by the kernel"}
     lines = [line for line in errors.splitlines() if line.strip()]
     return {"status": "failed", "message": "\n".join(lines[-_SHOWN_LINES:]) or f"exit status {process.returncode}"}
 

@@ -104,22 +104,22 @@ class MemoryReader:
         }
 
 
-def read_bandwidth(reader: MemoryReader, repeats: int = 5) -> float:
+def read_bandwidth(reader: MemoryReader) -> float:
     """Measure and print bytes a second, so that the limit is known before anything else is measured."""
     reader.forget()
-    for _ in range(repeats):
+    for _ in range(5):
         reader.read()
     rate: float = reader.report()["bytes_per_second"]
     print(f"memory is read at {rate / 1e9:.1f} GB/s")
     return rate
 
 
-def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
-    """Return bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+def bus_bandwidth() -> float:
+    """Return bytes a second of a copy from page-locked host memory to the device, the best of ten."""
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
     seconds = []
-    for _ in range(repeats):
+    for _ in range(10):
         torch.cuda.synchronize()
         start = time.perf_counter()
         device.copy_(host, non_blocking=True)
@@ -127,4 +127,4 @@ def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
         seconds.append(time.perf_counter() - start)
     del device
     torch.cuda.empty_cache()  # not to be found in a peak
-    return num_bytes / min(seconds)
+    return host.nbytes / min(seconds)

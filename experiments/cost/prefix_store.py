@@ -115,9 +115,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000, help="of the document that SmolLM2 reads")
     parser.add_argument("--long-tokens", type=int, default=131_072, help="of the conversation with random states")
     parser.add_argument("--drop-caches", action="store_true", help="let the system forget files before they are read")
-    parser.add_argument(
-        "--folder", type=Path, help="where the stores are, for as long as it takes (default: temporary)"
-    )
     arguments = parser.parse_args()
 
     def cells() -> Iterator[tuple[str, Cell]]:
@@ -125,12 +122,12 @@ def main() -> None:
         assert tokenizer is not None
         ids = english_ids(tokenizer, arguments.tokens + 3 * QUESTION_TOKENS)
         for form in CACHES:
-            with TemporaryDirectory(dir=arguments.folder) as folder:
+            with TemporaryDirectory() as folder:
                 second_question(model, form, ids[:, :512], Path(folder) / "warm")  # compiles
                 yield f"second question, {form}", second_question(model, form, ids, Path(folder))
         model, _ = load("llama-3.2-1b-random", None, "cpu")
         for form in CACHES:
-            with TemporaryDirectory(dir=arguments.folder) as folder:
+            with TemporaryDirectory() as folder:
                 cell = conversation(model, form, arguments.long_tokens, arguments.drop_caches, Path(folder))
                 yield f"conversation, {form}", cell
 

@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="smollm2-135m")
     parser.add_argument("--tokens", type=int, help="of the document (default: 4,096, or 131,072 without a tokenizer)")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
-    parser.add_argument("--folder", type=Path, help="where the files are, for as long as it takes (default: temporary)")
     arguments = parser.parse_args()
     num_tokens = arguments.tokens or MODELS[arguments.model]
     model, tokenizer = load(arguments.model, None, "cpu")
@@ -103,7 +102,7 @@ def main() -> None:
 
     def cells() -> Iterator[tuple[str, Cell]]:
         for name in arguments.caches:
-            with TemporaryDirectory(dir=arguments.folder) as folder:
+            with TemporaryDirectory() as folder:
                 yield name, measure(model, name, document, question, tokenizer is not None, Path(folder, "document.kv"))
 
     publish(

@@ -84,9 +84,8 @@ def run_step(arguments: Sequence[str], seconds: float) -> str:
 def main() -> None:
     parser = plain_parser("gpu", __doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="in all (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone; --list names them")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
     parser.add_argument("--force", action="store_true", help="measure again what is done")
-    parser.add_argument("--list", action="store_true", help="name the steps, and do nothing")
     parser.add_argument("--rehearse", action="store_true", help="small, and on the CPU where there is no GPU")
     add_other_transformers(parser)
     given = parser.parse_args()
@@ -96,9 +95,6 @@ def main() -> None:
     if unknown := set(given.only or ()).difference(steps):
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(steps)}.")
     steps = {name: step for name, step in steps.items() if name in (given.only or steps)}
-    if given.list:
-        print("\n".join(steps))
-        return
     if not (given.rehearse or torch.cuda.is_available()):
         parser.error("no CUDA device is available: pass --rehearse to try it out on the CPU.")
     # SIGTERM acts as Ctrl-C, so that the running step is ended too.

@@ -25,11 +25,12 @@ URL = "http://127.0.0.1:8181/v1"
 COUNTS = (1, 2, 4, 8)
 BEGINNINGS = ("Tell a story about", "Write a poem about", "Explain in many words", "Make a long list of")
 THINGS = ("a dragon.", "a baker.")
+NEW_TOKENS = 96
 
 
-def seconds_a_token(messages: list[dict[str, str]], new_tokens: int) -> float:
+def seconds_a_token(messages: list[dict[str, str]]) -> float:
     """Ask, and return the seconds from one token to the next."""
-    answer = ask(URL, messages, new_tokens, drafts=0, stream_options={"include_usage": True})
+    answer = ask(URL, messages, NEW_TOKENS, drafts=0, stream_options={"include_usage": True})
     times = answer["times"]
     return (times[-1] - times[0]) / (answer["tokens"] - 1)
 
@@ -39,7 +40,6 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="a model of 1.1 billion weights, which are random")
     parser.add_argument("--tokens", type=int, default=2000, help="of the document (default: %(default)s)")
     parser.add_argument("--long", type=int, default=7000, help="tokens of the long prompt (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     arguments = parser.parse_args()
     tokenizer: Any = load(MODEL)[1]
@@ -52,8 +52,8 @@ def main() -> None:
         samples: dict[int, list[float]] = {count: [] for count in COUNTS}
         for _ in range(arguments.rounds):
             for count in COUNTS:
-                asked = [([user(each)], arguments.new_tokens) for each in questions[:count]]
-                samples[count].append(median(pool.map(seconds_a_token, *zip(*asked, strict=True))))
+                asked = ([user(each)] for each in questions[:count])
+                samples[count].append(median(pool.map(seconds_a_token, asked)))
         seconds = {f"{count} clients": median(each) for count, each in samples.items()}
         yield (
             "one document",

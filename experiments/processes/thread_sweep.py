@@ -34,9 +34,9 @@ def attention(num_tokens: int) -> partial[torch.Tensor]:
     return partial(scaled_dot_product_attention, *decode_states(config, keys, values), enable_gqa=True)
 
 
-def small_decoder(num_tokens: int, num_layers: int = 2, vocabulary: int = 4096) -> GreedyDecoder:
-    config = llama_1b_config(num_layers)
-    config.vocab_size = vocabulary
+def small_decoder(num_tokens: int) -> GreedyDecoder:
+    config = llama_1b_config(num_layers=2)
+    config.vocab_size = 4096
     model = random_llama(config, DTYPE)
     return GreedyDecoder(model, filled_cache(DynamicHybridCache, model, num_tokens))
 

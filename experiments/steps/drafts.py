@@ -5,8 +5,7 @@ Weights in 4 bits, keys and values in 8, documents that everybody has: the sourc
 this project. SmolLM2-135M answers by itself, up to an end-of-text token, and follows few instructions; so some answers
 are given, as a perfect model would write them: each of their tokens is computed, and chosen whatever its logits are.
 The shape of Llama-3.2-1B has random weights, keys and values: all of its answers are given. They are those of SmolLM2,
-with its prompts, so drafts are accepted as there. Where SmolLM2 answers by itself, llama.cpp takes turns, with the
-same weights in Q4_0 and keys and values in Q8_0, with and without its own prompt lookup; its answers are its own.
+with its prompts, so drafts are accepted as there.
 """
 
 import argparse
@@ -14,9 +13,7 @@ import copy
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +26,6 @@ from transformers import LogitsProcessor
 from experiments.common.harness import Cell, publish, turns
 from experiments.common.options import plain_parser
 from experiments.common.synthetic import fill
-from experiments.peers import llama_cpp
-from experiments.peers.gguf_files import gguf_file
-from experiments.peers.llama_lookup import PEERS, Lookups, Settings, reason_to_leave_out
 from hf_hybrid_cache import PromptLookup, QuantizedHybridCache, fuse_decode, get_num_threads, prefill, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
@@ -125,9 +119,7 @@ def asked(task: Task, tokenizer: Any, num_tokens: int, new_tokens: int) -> Asked
     return Asked(prompt, answer)
 
 
-def measure(
-    model: Any, given: Asked, filled: QuantizedHybridCache, new_tokens: int, rounds: int, peers: Lookups | None
-) -> Cell:
+def measure(model: Any, given: Asked, filled: QuantizedHybridCache, new_tokens: int, rounds: int) -> Cell:
     """A cell: seconds of an answer with and without drafts, how many times as fast it is, and what was accepted."""
     prompt, used = given.prompt, dict[str, Any]()
     answers, lookups = dict[str, list[int]](), dict[str, PromptLookup]()
@@ -136,8 +128,6 @@ def measure(
         processors, number = [Given(given.answer, prompt.shape[1])], len(given.answer)
 
     def before(name: str) -> None:
-        if name in PEERS:
-            return
         used[name], lookups[name] = copy.deepcopy(filled), PromptLookup(15 if name == "drafts" else 0)
 
     def answer(name: str) -> None:
@@ -152,14 +142,7 @@ def measure(
         )
         answers[name] = output[0, prompt.shape[1] :].tolist()
 
-    def answer_of_peer(name: str) -> None:
-        assert peers is not None
-        answers[name] = peers.answer(name, prompt[0].tolist())
-
-    variants = {name: partial(answer, name) for name in ("no drafts", "drafts")}
-    if peers is not None:
-        variants |= {name: partial(answer_of_peer, name) for name in PEERS}
-    cell = turns(variants, rounds, before)
+    cell = turns({name: partial(answer, name) for name in ("no drafts", "drafts")}, rounds, before)
     seconds, lookup = cell["median_seconds"], lookups["drafts"]
     given.answer = answers["no drafts"]
     return {
@@ -182,56 +165,34 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[2000, 8000], help="tokens")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--llama-cpp-python", default=sys.executable, help="that has llama.cpp (default: this one)")
-    parser.add_argument("--quick", action="store_true", help="some tasks about 2,000 tokens, in one round")
     arguments = parser.parse_args()
-    tasks, documents = arguments.tasks, arguments.documents
-    new_tokens, rounds = arguments.new_tokens, arguments.rounds
-    if arguments.quick:
-        tasks, documents, new_tokens, rounds = ["copy a passage", "edit of code, given", "free answer"], [2000], 96, 1
     tokenizer: Any = load(SMALL, torch.bfloat16, "cpu")[1]
-    of_small, library, open_peers = dict[tuple[str, int], Asked](), dict[str, Any](), ExitStack()
-    why_no_peer = reason_to_leave_out(arguments.llama_cpp_python)
-    if why_no_peer or llama_cpp.gguf_file() is None:
-        print(f"llama.cpp is left out: {why_no_peer or llama_cpp.INSTALL_MODEL}")
-
-    def peers_of(model: Any) -> Lookups | None:
-        """Start llama.cpp with the weights of a model, if it is to be had."""
-        if why_no_peer or (tokens_of := llama_cpp.gguf_file()) is None:
-            return None
-        file = gguf_file(f"{SMALL}-with-tokens", 16, model, tokens_of)
-        context = max(documents) + 2 * PASSAGE + new_tokens
-        settings = Settings(str(file), 0, context, new_tokens, get_num_threads())
-        peers = open_peers.enter_context(closing(Lookups(arguments.llama_cpp_python, settings)))
-        library.update(peers.library)
-        return peers
+    of_small = dict[tuple[str, int], Asked]()
 
     def cells() -> Iterator[tuple[str, Cell]]:
         for name in (SMALL, *(set(arguments.models) - {SMALL})):
             model: Any = load(name, torch.bfloat16, "cpu")[0]
-            peers = peers_of(model) if name == SMALL else None
             quantize_weights(model, 4)
             fused = fuse_decode(model)
-            for task in tasks:
-                for num_tokens in documents:
+            for task in arguments.tasks:
+                for num_tokens in arguments.documents:
                     cache = QuantizedHybridCache(model.config, KV_BITS)
                     if name == SMALL:
-                        given = asked(TASKS[task], tokenizer, num_tokens, new_tokens)
+                        given = asked(TASKS[task], tokenizer, num_tokens, arguments.new_tokens)
                         of_small[task, num_tokens] = given
                         prefill(model, given.prompt[:, :-1], cache)
                     else:
                         given = of_small[task, num_tokens]
                         fill(cache, model.config, given.prompt.shape[1] - 1, torch.bfloat16)
                     is_given = given.answer is not None
-                    cell = measure(model, given, cache, new_tokens, rounds, None if is_given else peers)
+                    cell = measure(model, given, cache, arguments.new_tokens, arguments.rounds)
                     about = {"model": name, "task": task, "document_tokens": num_tokens, "is_given": is_given}
                     yield f"{name}, {task}, {num_tokens}", {**about, **cell, "passes": repr(fused)}
 
-    with open_peers:
-        publish(
-            "drafts", cells(), arguments.out, lambda cell: cell["times_as_fast"],
-            weight_bits=4, kv_bits=KV_BITS, threads=get_num_threads(), llama_cpp=library,
-        )  # fmt: skip
+    publish(
+        "drafts", cells(), arguments.out, lambda cell: cell["times_as_fast"],
+        weight_bits=4, kv_bits=KV_BITS, threads=get_num_threads(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The figures of the context sweep, from records only."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,39 +54,18 @@ def figures_of(found: MachineRecords) -> dict[str, Callable[[], Figure]]:
     models = ", ".join(sorted({record["cell"]["model"] for record in found}))
     title = f"{models}, {environment['cpu']}, {environment['cores']} cores"
     limit = environment.get("gpu_memory_limit_bytes") or environment["memory_bytes"]
-
-    def per_speed(side: str) -> Callable[[Point], float]:
-        return lambda point: (getattr(point, f"{side}_bytes") or 0) / 1e6 / point.tokens_per_second
-
     draw = partial(_draw, curves, title)
     drawn: dict[str, Callable[[], Figure]] = {
         "throughput": partial(draw, "tokens a second", lambda point: point.tokens_per_second, has_roofs=True),
         "latency": partial(draw, "milliseconds a token, 99th percentile", lambda point: point.latency(99) * 1e3),
         "memory": partial(draw, "MiB of keys and values", lambda point: point.kv_bytes / 2**20, limit=limit / 2**20),
-        "host_memory_per_speed": partial(draw, "host MB at the peak for each token/s", per_speed("host")),
     }
     real = {curve: [point for point in each if point.ttft_seconds is not None] for curve, each in curves.items()}
     if any(real.values()):
         drawn["first_token"] = partial(
             _draw, real, title, "seconds to the first token", lambda point: point.ttft_seconds
         )
-    if has_gpu(curves):
-        drawn["device_memory_per_speed"] = partial(draw, "device MB at the peak for each token/s", per_speed("device"))
-        drawn["speed_ratio"] = partial(_speed_ratio, curves, title)
     return drawn
-
-
-def cpu_to_gpu(curves: Curves, name: str) -> dict[int, float]:
-    """Throughput of the whole decode phase on the CPU over that on the GPU, by context where both were measured."""
-    gpu, cpu = (
-        {point.context_tokens: point.tokens_per_second for point in curves.get((name, device), [])}
-        for device in (GPU, CPU)
-    )
-    return {context: cpu[context] / gpu[context] for context in sorted(cpu.keys() & gpu.keys())}
-
-
-def has_gpu(curves: Iterable[Curve]) -> bool:
-    return any(device != CPU for _, device in curves)
 
 
 def draw_all() -> Iterator[Path]:
@@ -128,16 +107,6 @@ def _draw(
     if limit is not None:
         axes.axhline(limit, color=_ROOF_COLOUR, linestyle="--", label=f"{limit / 2**10:.0f} GiB")
     return _finished(figure, curves, y_label, title)
-
-
-def _speed_ratio(curves: Curves, title: str) -> Figure:
-    """Tokens a second with the whole decode phase on the CPU, for each of those on the GPU."""
-    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    for name, (text, colour, marker) in STYLES.items():
-        if pairs := cpu_to_gpu(curves, name):
-            axes.plot(list(pairs), list(pairs.values()), label=text, color=colour, marker=marker)
-    axes.axhline(0.5, color=_ROOF_COLOUR, linestyle="--", label="half")
-    return _finished(figure, curves, "throughput of the CPU, of the GPU's", title)
 
 
 def _finished(figure: Figure, curves: Curves, y_label: str, title: str) -> Figure:

@@ -6,7 +6,6 @@ result.
 """
 
 import json
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from experiments.common import records
-from experiments.common.bandwidth import MemoryReader, bus_bandwidth
+from experiments.common.bandwidth import MemoryReader, bus_bandwidth, read_bandwidth
 from experiments.common.decoding import weight_bytes
 from experiments.common.synthetic import fill
 from experiments.quality.quality_caches import stored_bytes
@@ -36,11 +35,7 @@ FILL_CHUNK = 8192
 WARM_UP_TOKENS = 256  # some of them are quantized, so that all kernels are compiled
 READER_MIB = 512
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-# Messages of torch's allocators, of NumPy and of hf_hybrid_cache.
-_ASKED = re.compile(
-    r"(?:tried to allocate|Tried to allocate|Unable to allocate|tokens need) (?P<size>[\d.]+) (?P<unit>bytes|[KMGTP]iB)"
-)
+# Messages of torch's allocator.
 _HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
@@ -139,7 +134,7 @@ def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(gpu_bytes / torch.cuda.get_device_properties(0).total_memory)
     environment = records.environment() | {
         "gpu_memory_limit_bytes": gpu_bytes,
-        "read_bytes_per_second": read_rate(),
+        "read_bytes_per_second": read_bandwidth(MemoryReader(READER_MIB)),
         "bus_bytes_per_second": bus_bandwidth() if torch.cuda.is_available() else None,
     }
     try:
@@ -149,19 +144,10 @@ def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:
             quantize_weights(model, bits)
         result = {"status": "measured", **decode(model, cell)}
     except (MemoryError, RuntimeError) as error:
-        shortage = out_of_memory(error)
-        if shortage is None:
+        if not is_shortage(error):
             raise
-        result = {"status": "out of memory", **shortage}
+        result = {"status": "out of memory", "message": (str(error).splitlines() or [type(error).__name__])[0]}
     return {"result": result, "environment": environment}
-
-
-def read_rate() -> float:
-    reader = MemoryReader(READER_MIB)
-    for _ in range(5):
-        reader.read()
-    rate: float = reader.report()["bytes_per_second"]
-    return rate
 
 
 class PeakMemory:
@@ -198,21 +184,10 @@ def _highest_rss() -> int:
     return int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def out_of_memory(error: BaseException) -> dict[str, Any] | None:
-    """Return the kind of memory that was short and the bytes asked for; `None` for other errors."""
-    message = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        where = "device"
-    elif isinstance(error, MemoryError) or any(phrase in message for phrase in _HOST):
-        where = "host"
-    else:
-        return None
-    asked = _ASKED.search(message)
-    return {
-        "where": where,
-        "bytes_asked": round(float(asked["size"]) * _UNITS[asked["unit"]]) if asked else None,
-        "message": message.splitlines()[0] if message else type(error).__name__,
-    }
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that memory did not suffice."""
+    is_torch = any(phrase in str(error) for phrase in _HOST)
+    return is_torch or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from typing import Any
 
 from experiments.common.records import RESULTS
 from experiments.sweep import store
-from experiments.sweep.caches import CPU, GPU
-from experiments.sweep.drawing import DEVICES, STYLES, Curves, cpu_to_gpu, figures_of, label
+from experiments.sweep.caches import CPU
+from experiments.sweep.drawing import DEVICES, STYLES, Curves, figures_of, label
 from experiments.sweep.points import Point, points, read_rate, shortages
 
 PAGE = RESULTS / "README.md"
@@ -58,7 +58,7 @@ def _machine(machine: str, found: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def findings(curves: Curves) -> Iterable[str]:
-    """Yield sentences on ours beside transformers' at the longest context of both, and on the CPU beside the GPU."""
+    """Yield sentences on ours beside transformers' at the longest context of both."""
     rate = read_rate(curves)
     at = {curve: {point.context_tokens: point for point in found} for curve, found in curves.items()}
     for (name, device), ours in sorted(at.items(), key=lambda item: list(STYLES).index(item[0][0])):
@@ -72,16 +72,6 @@ def findings(curves: Curves) -> Iterable[str]:
                 f"{share:.0%} of the keys and values of transformers' DynamicCache, which makes "
                 f"{other.tokens_per_second:.2f}."
             )
-    ratios = [share for name in ("dynamic", "quantized-4") for share in cpu_to_gpu(curves, name).values()]
-    if ratios:
-        longest = {
-            place: max(context for (_, device), each in at.items() if device == place for context in each)
-            for place in (GPU, CPU)
-        }
-        yield (
-            f"The longest context is {longest[GPU]:,} tokens on the GPU and {longest[CPU]:,} with decoding on the CPU, "
-            f"at {min(ratios):.2f} to {max(ratios):.2f} of the throughput."
-        )
 
 
 def _environment(found: list[dict[str, Any]]) -> str:

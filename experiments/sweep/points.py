@@ -24,7 +24,6 @@ class Point:
         kv_bytes: held at the end.
         weight_bytes: of the model, read by each step.
         host_bytes: peak over the model; None where it is not known.
-        device_bytes: peak that was reserved, the model included; None without a GPU.
         read_rate: bytes a second of host memory in the same processes, median.
     """
 
@@ -34,7 +33,6 @@ class Point:
     kv_bytes: int
     weight_bytes: int
     host_bytes: int | None
-    device_bytes: int | None
     read_rate: float
 
     @property
@@ -69,8 +67,7 @@ def points(found: Iterable[dict[str, Any]]) -> dict[Curve, list[Point]]:
                 float(np.median(prefills)) if prefills else None,
                 results[0]["kv_bytes"],
                 results[0]["weight_bytes"],
-                _highest(result["peak_bytes"]["host_over_model"] for result in results),
-                _highest(result["peak_bytes"]["device_reserved"] for result in results),
+                max(filter(None, (result["peak_bytes"]["host_over_model"] for result in results)), default=None),
                 float(np.median([environment["read_bytes_per_second"] for environment in environments])),
             )
         )
@@ -91,7 +88,3 @@ def shortages(found: Iterable[dict[str, Any]]) -> dict[Curve, int]:
             curve = cell.cache, cell.decode_device
             first[curve] = min(cell.context_tokens, first.get(curve, cell.context_tokens))
     return first
-
-
-def _highest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -148,7 +148,6 @@ def summary_row(record: dict[str, Any]) -> dict[str, Any]:
         **asdict(Cell.from_record(record)),
         "status": result["status"],
         "message": result.get("message"),
-        "bytes_asked": result.get("bytes_asked"),
         "ttft_seconds": result.get("ttft_seconds"),
         "tokens_per_second": result.get("tokens_per_second"),
         **{f"tpot_{name}_seconds": tpot.get(name) for name in ("mean", "p50", "p95", "p99")},

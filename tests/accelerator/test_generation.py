@@ -7,7 +7,6 @@ import pytest
 import torch
 from contracts.decoding import DecodesOnCpu, decode, plain, whereabouts
 from contracts.generation import IN_FLOAT64
-from transformers import LlamaForCausalLM
 
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, QuantizedHybridCache, prefill
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -16,7 +15,7 @@ import simulated
 from accelerator.orders import DEVICE
 from common.caches import dynamic, stock
 from common.slow import slow
-from models.tiny_models import llama, random_prompt, tiny_model
+from models.tiny_models import llama, random_model, random_prompt, tiny_model
 from processes.groups import Group
 
 pytestmark = pytest.mark.usefixtures("in_any_order")
@@ -37,8 +36,7 @@ class TestOnAccelerator(DecodesOnCpu):
         config = llama()
         config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
         config.max_position_embeddings = 16
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval().to(DEVICE)
+        model = random_model(config).to(DEVICE)
         options = {"prefill_chunk_size": 8}
         reference = plain(model, random_prompt(1, 30), **options)
         tokens = decode(model, random_prompt(1, 30), custom_generate=DecodeOnCPU(), **options)

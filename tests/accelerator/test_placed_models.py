@@ -14,6 +14,7 @@ from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedH
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from accelerator.orders import DEVICE
+from common.modes import answer
 from model_identity.models import differing, identity, new_llama
 from models.expert_models import EXPERT_FAMILIES, expert_model
 from models.tiny_models import random_prompt, tiny_model
@@ -31,9 +32,7 @@ PLACES |= dict.fromkeys(("model.layers.1", "model.layers.3", "model.norm", "lm_h
 
 
 def generated(model: PreTrainedModel, cache: Cache, device: str = "cpu") -> torch.Tensor:
-    ids = random_prompt(1, 40).to(device)
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, **cache_argument(cache), max_new_tokens=6, do_sample=False).cpu()
+    return answer(model, random_prompt(1, 40).to(device), cache, max_new_tokens=6).cpu()
 
 
 def filled(cache: Cache) -> Cache:

@@ -17,11 +17,11 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     QuantizedHybridCache,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage import SplitStore
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.host_memory import Limit
 
+from common import modes
 from common.caches import CACHES, CHOOSING, QUANTIZED
 from models.tiny_models import gemma3, llama, random_prompt, tiny_model
 
@@ -41,10 +41,9 @@ def fill(cache: Cache, shape: tuple[int, ...] = SHAPE) -> Cache:
     return cache
 
 
-@torch.no_grad()
 def read(cache: HybridCache, num_tokens: int, batch: int = 1, family: str = "llama") -> torch.Tensor:
-    """Let a model read a prompt; return the logits of its last token."""
-    return tiny_model(family)(random_prompt(batch, num_tokens), **cache_argument(cache), logits_to_keep=1).logits
+    """Let a model read a prompt; return its logits."""
+    return modes.read(tiny_model(family), random_prompt(batch, num_tokens), cache)
 
 
 @pytest.fixture(params=CACHES)

@@ -16,12 +16,11 @@ from hf_hybrid_cache import (
     NoCheckpointError,
     QuantizedHybridCache,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
 
 from common.caches import QUANTIZED, group_of_one, stock
 from common.interruptions import Interruption
-from common.modes import generate
+from common.modes import generate, read
 from common.slow import slow_but
 from models.architectures import small_model
 from models.tiny_models import random_prompt, tiny_model
@@ -79,10 +78,9 @@ class Document:
             self.forward(cache, self.ids)
         self.cache.checkpoint()
 
-    @torch.no_grad()
     def forward(self, cache: HybridCache, ids: torch.Tensor) -> None:
         for chunk in ids.split(150, dim=1):
-            self.model(chunk, **cache_argument(cache))
+            read(self.model, chunk, cache)
 
     def answer(self, cache: HybridCache, seed: int = 2, length: int = 9) -> torch.Tensor:
         """Ask a question; return the logits of the answer."""

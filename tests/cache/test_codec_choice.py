@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import HybridCache, Placement, QuantizedHybridCache, minmax
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import layer_stores
 
+from common.modes import read
 from models.tiny_models import random_prompt, tiny_model
 
 # A prompt of so many tokens and one more has its first block quantized.
@@ -48,10 +48,10 @@ def are_fitted(cache: HybridCache) -> list[bool]:
     return [codec.is_fitted for codec in cache.codecs.values()]
 
 
-@torch.no_grad()
-def run(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Run the model, and return the logits of all tokens."""
-    return torch.cat([model(piece, **cache_argument(cache)).logits for piece in ids.split(chunk, dim=1)], dim=1)
+def run(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int) -> None:
+    """Let the model read tokens in chunks."""
+    for piece in ids.split(chunk, dim=1):
+        read(model, piece, cache)
 
 
 @pytest.mark.default("values")
@@ -61,16 +61,13 @@ def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk:
     model = tiny_model("llama")
     cache = HybridCache(model.config, PLACES[place], codec=minmax(4))
     ids = random_prompt(1, 300)
-    with torch.no_grad():
-        for start in range(0, UNTIL_QUANTIZED, chunk):
-            if start + chunk > UNTIL_QUANTIZED:
-                break
-            model(ids[:, start : start + chunk], **cache_argument(cache))
-            assert not any(are_fitted(cache))
-        model(ids[:, cache.get_seq_length() :], **cache_argument(cache))
-        assert all(are_fitted(cache))
-        chosen = cache.codecs
-        model(random_prompt(1, 200, seed=1), **cache_argument(cache))
+    for start in range(0, UNTIL_QUANTIZED - chunk + 1, chunk):
+        read(model, ids[:, start : start + chunk], cache)
+        assert not any(are_fitted(cache))
+    read(model, ids[:, cache.get_seq_length() :], cache)
+    assert all(are_fitted(cache))
+    chosen = cache.codecs
+    read(model, random_prompt(1, 200, seed=1), cache)
     assert cache.codecs == chosen
 
 

@@ -15,8 +15,8 @@ from hf_hybrid_cache import (
     minmax,
     quanto,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 
+from common.modes import read
 from models.tiny_models import random_prompt, tiny_model
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, hidden_size=512, head_dim=64)
@@ -93,10 +93,9 @@ def without_kernel(name: str) -> KVCodec:
     return KVCodec(minmax(8).values, minmax(8).keys)  # keys are grouped as values are
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["quanto", "swapped grouping"])
 def test_codec_when_the_cpu_shall_attend_without_kernel_then_is_refused(name: str):
     model = tiny_model("llama")
     cache = HybridCache(model.config, Placement(cpu_decode=True), codec=without_kernel(name))
     with pytest.raises(ValueError, match="There is no kernel that attends to"):
-        model(random_prompt(1, 301), **cache_argument(cache))
+        read(model, random_prompt(1, 301), cache)

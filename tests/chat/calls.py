@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from models.byte_tokenizer import byte_tokenizer
+from models.byte_tokenizer import tokenizer_for
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,8 @@ FORMS = {
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one of these forms."""
-    form, tokenizer = FORMS[name], byte_tokenizer(only_printable=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(form.special), "eos_token": "<|im_end|>"})
-    tokenizer.add_tokens([AddedToken(each, special=False) for each in form.tokens])
-    tokenizer.chat_template = form.template
-    return tokenizer
+    form = FORMS[name]
+    return tokenizer_for(form.template, form.special, "<|im_end|>", form.tokens)
 
 
 def function(name: str, **parameters: Any) -> dict[str, Any]:

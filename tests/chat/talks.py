@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.documents import Document, Documents
 
-from models.byte_tokenizer import byte_tokenizer
-from models.tiny_models import FAMILIES
+from models.byte_tokenizer import byte_tokenizer, model_for
 
 TEXT = "It was signed by Ada in London, on a Tuesday; the witness came from Turin. " * 3
 REPORT = Documents((Document("report.txt", TEXT.strip()),), ())
@@ -39,10 +38,7 @@ def tokenizer_of_tests() -> PreTrainedTokenizerFast:
 @functools.cache
 def model_of(family: str = "llama", context: int = 4096) -> PreTrainedModel:
     """A random model of a family, in full precision, that never ends an answer by itself."""
-    config = FAMILIES[family]()
-    config.vocab_size, config.max_position_embeddings = len(tokenizer_of_tests()), context
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model_for(tokenizer_of_tests(), context, family)
 
 
 def chat_of(

@@ -13,7 +13,6 @@ import torch
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
-from hf_hybrid_cache.prefix_store import StoredPrompt
 
 from chat.talks import (
     CACHES,
@@ -87,20 +86,6 @@ def test_questions_at_once_when_memory_ends_then_are_halved():
     assert [answer.token_ids for answer in answers] == expected
     assert [answer.together for answer in answers] == [2] * 8 + [1]
     assert remarks == [f"memory ended with {count} answers at once: from here on {count // 2}" for count in (9, 4)]
-
-
-def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
-    model = model_of("llama", 1024)
-    token = said(chat_of(model), QUESTIONS[0])[5]
-    monkeypatch.setattr(model.generation_config, "eos_token_id", token)
-    monkeypatch.setattr(model.generation_config, "pad_token_id", None)
-    chat = chat_of(model)
-    answers = list(chat.ask_all(QUESTIONS, at_once=3))
-    assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("stop", 6)
-    for answer in answers:
-        assert said(chat, answer.question) == answer.token_ids
-        assert answer.token_ids.count(token) == (answer.finish_reason == "stop")
-        chat.undo()
 
 
 # Ends
@@ -229,24 +214,3 @@ def test_the_same_question_asked_again_is_kept_once_unless_it_has_a_name(tmp_pat
         (True, None),
         (False, "letters"),
     ]
-
-
-def test_what_was_taken_back_is_not_kept(tmp_path: Path):
-    store = PrefixStore(tmp_path)
-
-    def kept() -> list[StoredPrompt]:
-        return [each for each in store.prompts() if each.is_conversation]
-
-    chat = chat_of(store=store)
-    for question in QUESTIONS[:2]:
-        said(chat, question)
-    chat.undo()
-    chat.keep()
-    assert [each.token_ids.tolist() for each in kept()] == [chat.token_ids]
-    chat.forget()
-    chat.keep()
-    assert (len(store.prompts()), kept()) == (1, [])
-    with pytest.raises(ValueError, match="has no conversation: begin one with"):
-        Chat.resume(model_of(), tokenizer(), store)
-    said(chat, QUESTIONS[2])
-    assert [each.title for each in kept()] == [f"report.txt: {QUESTIONS[2]}"]

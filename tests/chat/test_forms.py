@@ -1,6 +1,5 @@
 """Answers with a form have it, whatever the model would rather say, or are cut off and say so."""
 
-import copy
 import json
 import re
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from hypothesis import given
 from pydantic import BaseModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_hybrid_cache import DynamicHybridCache, fuse_decode
+from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.chat import AnswerSettings, SettingError
 from hf_hybrid_cache.chat.choosing import Forming, Sampling
 from hf_hybrid_cache.chat.forms import tokenizer_of_forms
 from hf_hybrid_cache.chat.thinking import ThoughtTokens
-from hf_hybrid_cache.decode_step import repeats_rows
 
 from chat import thoughts
 from chat.talks import QUESTIONS, chat_of, model_of, tokenizer_of_tests
@@ -270,16 +268,3 @@ def test_what_a_form_leaves_no_choice_about_is_drafted_and_accepted(names: list[
     jsonschema.validate(json.loads(tokenizer.decode(answers[0][3:], skip_special_tokens=True)), schema)
     assert passes[1] == len(answers[1]) - 3
     assert passes[0] < 0.6 * passes[1]
-
-
-def test_answers_of_a_form_with_drafts_are_those_without(model: PreTrainedModel):
-    fused, drafted = copy.deepcopy(model), 0
-    fuse_decode(fused)
-    settings = AnswerSettings(regex="((ab|cd)(ef|gh)){30}", max_new_tokens=LONG, frequency_penalty=-2)
-    with_drafts, without = (chat_of(fused, settings=replace(settings, drafts=drafts)) for drafts in (15, 0))
-    for question in QUESTIONS[:2]:
-        answers = ["".join(chat.ask(question)) for chat in (with_drafts, without)]
-        assert answers[0] == answers[1]
-        assert re.fullmatch("((ab|cd)(ef|gh)){30}", answers[0])
-        drafted += with_drafts.last.drafted_tokens if with_drafts.last else 0
-    assert bool(drafted) == repeats_rows(fused)

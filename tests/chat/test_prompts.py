@@ -42,7 +42,7 @@ class CountingTokenizer(PreTrainedTokenizerFast):
         return super().__call__(text, *args, **options)
 
 
-def merging_tokenizer(context: int = 4096, template: str | None = CHATML) -> CountingTokenizer:
+def merging_tokenizer() -> CountingTokenizer:
     """A tokenizer whose tokens have several characters, and can be others where a text is cut."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -52,7 +52,7 @@ def merging_tokenizer(context: int = 4096, template: str | None = CHATML) -> Cou
     )
     backend.train_from_iterator([TEXT, "\n\nuser assistant Bob wrote"] * 3, trainer)
     return CountingTokenizer(
-        tokenizer_object=backend, eos_token=special[1], model_max_length=context, chat_template=template
+        tokenizer_object=backend, eos_token=special[1], model_max_length=4096, chat_template=CHATML
     )
 
 

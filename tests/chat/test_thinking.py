@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, ChatTemplate, PromptError, Thought
@@ -20,7 +20,7 @@ from chat import talks
 from chat.talks import chat_of, generated, prompt_of, said
 from chat.thoughts import FORMS, tokenizer_of
 from common.soak import search_at_random
-from models.tiny_models import FAMILIES
+from models.byte_tokenizer import model_for
 
 CUTS = st.lists(st.integers(1, 5), max_size=60)
 SETTINGS = AnswerSettings(max_new_tokens=16, max_thinking_tokens=30)
@@ -30,11 +30,9 @@ SETTINGS = AnswerSettings(max_new_tokens=16, max_thinking_tokens=30)
 def model_of(name: str, context: int = 4096) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A random model, and a tokenizer with a form of thoughts."""
     tokenizer = tokenizer_of(name)
-    config = FAMILIES["llama"]()
-    config.vocab_size, config.max_position_embeddings = len(tokenizer), context
-    config.eos_token_id = tokenizer.eos_token_id
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), tokenizer
+    model = model_for(tokenizer, context)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
 
 
 def talk_of(name: str, *, of_model: Any = (), **options: Any) -> Chat:

@@ -74,13 +74,6 @@ def test_calls_that_a_template_writes_are_read_however_they_are_cut(
     assert read(name, cut(before + written(name, calls), cuts)) == (before.rstrip(), calls)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_call_when_cut_in_two_anywhere_then_is_read(name: str):
-    text = written(name, [("get", {})])
-    for place in range(1, len(text)):
-        assert read(name, cut(text, [place])) == ("", [("get", {})])
-
-
 @search_at_random(100)
 @given(data=st.data(), name=st.sampled_from([*FORMS]), cuts=CUTS)
 def test_what_begins_like_a_call_and_is_none_stays_text(data: st.DataObject, name: str, cuts: list[int]):

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from models.byte_tokenizer import byte_tokenizer
+from models.byte_tokenizer import tokenizer_for
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,5 @@ FORMS = {
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one of these forms."""
-    form, tokenizer = FORMS[name], byte_tokenizer(only_printable=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(form.special), "eos_token": form.special[-1]})
-    tokenizer.add_tokens([AddedToken(each, special=False) for each in form.tokens])
-    tokenizer.chat_template = form.template
-    return tokenizer
+    form = FORMS[name]
+    return tokenizer_for(form.template, form.special, form.special[-1], form.tokens)

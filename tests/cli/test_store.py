@@ -12,11 +12,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hf_hybrid_cache import DynamicHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.cli.store import existing_store, numbered, table_of
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .commands import error_of, lines, run, without_heavy
+from common.modes import read
 from models.tiny_models import random_prompt, tiny_model
 
 TITLES = ("日本.txt: Who?", "a.txt: Where?", "a\x1b[2J\x9bb.txt")
@@ -31,8 +31,7 @@ def folder(tmp_path: Path) -> Path:
         cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200, number)
         prefix_store.prefill(model, prompt, cache, title=title, details=details, document_tokens=200, progress=False)
     talk = torch.cat([prompt, prompt[:, :5]], dim=1)
-    with torch.no_grad():
-        model(talk[:, 200:], **cache_argument(cache))
+    read(model, talk[:, 200:], cache)
     prefix_store.keep(model, talk, cache, document_tokens=200, title=TITLES[-1], details=details)
     return path
 

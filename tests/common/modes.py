@@ -35,6 +35,18 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options:
     return [output.sequences, torch.stack(output.logits)]
 
 
+def answer(model: Any, ids: torch.Tensor, cache: Cache, **options: Any) -> Any:
+    """Call `generate`, greedily and for eight tokens by default; return the prompt and the answer."""
+    return model.generate(ids, **cache_argument(cache), **{"max_new_tokens": 8, "do_sample": False} | options)
+
+
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor, cache: Cache, **options: Any) -> torch.Tensor:
+    """Let a model read tokens after those of a cache; return their logits."""
+    logits: torch.Tensor = model(ids, **cache_argument(cache), **options).logits
+    return logits
+
+
 def way(batch: int, tokens: int, **fixed: Any) -> Callable[..., Result]:
     """Make a way to generate that is a call with a random prompt."""
 

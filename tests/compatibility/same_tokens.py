@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.caches import MakeCache
+from common.modes import answer
 from models.tiny_models import random_prompt
 
 CACHES: dict[str, MakeCache] = {
@@ -25,4 +25,4 @@ def prompt() -> torch.Tensor:
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     """Generate eight tokens after the prompt."""
-    return model.generate(prompt(), **cache_argument(cache), max_new_tokens=8, do_sample=False)
+    return answer(model, prompt(), cache)

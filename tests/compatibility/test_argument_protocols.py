@@ -32,15 +32,15 @@ from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
 from .same_tokens import each_cache, generated, prompt
 from common.caches import MakeCache, stock
+from common.modes import read
 from models.architectures import small_config
-from models.tiny_models import VOCAB_SIZE, tiny_model
+from models.tiny_models import VOCAB_SIZE, random_model, tiny_model
 
 HELD = 30
 
 
 def filled(cache: Cache, model: PreTrainedModel, num_tokens: int = HELD) -> Cache:
-    with torch.no_grad():
-        model(prompt()[:, :num_tokens], **cache_argument(cache))
+    read(model, prompt()[:, :num_tokens], cache)
     return cache
 
 
@@ -53,8 +53,7 @@ def without_list(family: str) -> PreTrainedModel:
     """A model of a family that does not tell accelerate to leave its cache alone."""
     config = small_config(family)
     config.vocab_size = VOCAB_SIZE
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(config)
     assert "past_key_values" not in (model._skip_keys_device_placement or ())
     return model
 

@@ -9,6 +9,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 
 from .same_tokens import each_cache, prompt
 from common.caches import MakeCache, stock
+from common.modes import read
 from models.tiny_models import tiny_model
 from models.word_tokenizer import word_tokenizer
 
@@ -26,8 +27,8 @@ def test_a_pipeline_gives_the_same_text(make: MakeCache):
 
 
 def logits(model: PreTrainedModel, cache: Cache, tokens: slice, is_cast: bool = False) -> torch.Tensor:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-        return model(prompt()[:, tokens], **cache_argument(cache)).logits
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        return read(model, prompt()[:, tokens], cache)
 
 
 @each_cache

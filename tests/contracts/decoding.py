@@ -22,7 +22,7 @@ from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from common.caches import dynamic, stock
-from common.modes import Copying, lookup, similar_model
+from common.modes import Copying, answer, lookup, similar_model
 from models.tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
 # More would find no more, and most tests generate several times.
@@ -33,8 +33,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **optio
     """Call `generate` for a prompt moved to the model, greedily by default."""
     ids = ids.to(model.device)
     cache = dynamic(model.config) if cache is None else cache
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    return model.generate(ids, **cache_argument(cache), **options)
+    return answer(model, ids, cache, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS} | options)
 
 
 def copied_to_cpu(model: PreTrainedModel) -> PreTrainedModel:

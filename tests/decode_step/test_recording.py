@@ -91,12 +91,6 @@ def test_a_step_of_any_architecture_is_fused_or_says_why(name: str):
     assert twins.fused.fused_steps == 3, twins.fused
 
 
-def with_layers(*numbers: int) -> PreTrainedModel:
-    model = made(LlamaConfig(**SIZES | {"num_hidden_layers": 4}))
-    model.model.layers = nn.ModuleList([model.model.layers[number] for number in numbers])
-    return model
-
-
 def with_norm(norm: nn.Module, **settings: Any) -> PreTrainedModel:
     model = made(**settings)
     model.model.layers[1].post_attention_layernorm = norm

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_cache.attention.quantized_attention as module
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
@@ -17,7 +17,7 @@ from common.channel_scaled import channel_scaled
 from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference
 from common.slow import slow_but
-from models.tiny_models import llama, random_prompt, tiny_model
+from models.tiny_models import llama, random_model, random_prompt, tiny_model
 
 PLACES = {"resident": {}, "streamed": {"offload": True}}
 # One below a block's end after the first tokens and those that stay in full precision.
@@ -44,8 +44,7 @@ def model_on(device: torch.device, family: str = "llama", layers: int = 1) -> Pr
         return copy.deepcopy(tiny_model(family)).to(device)
     config = llama()
     config.num_hidden_layers = layers
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to(device)
+    return random_model(config).to(device)
 
 
 def quantized(config: PreTrainedConfig, codec: KVCodec | None = None, offload: bool = False) -> HybridCache:

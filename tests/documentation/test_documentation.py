@@ -41,7 +41,7 @@ from hf_hybrid_cache.cli.app import app
 
 from chat import calls
 from models.byte_tokenizer import byte_tokenizer
-from models.tiny_models import COMMON
+from models.tiny_models import COMMON, random_model
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
@@ -90,10 +90,8 @@ def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (WITH_EXPERTS,): Qwen3MoeConfig(**sizes | {"max_position_embeddings": 4096}, **experts),
     }
     for names, config in configs.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
         place = folder / names[0].replace("/", "--")
-        model.save_pretrained(place)
+        random_model(config).save_pretrained(place)
         tokenizer.save_pretrained(place)
         hub_with(folder / "hub", place, *names)
     return folder / "hub"

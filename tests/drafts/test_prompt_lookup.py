@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from hf_hybrid_cache import (
     DecodeOnCPU,
@@ -22,14 +21,14 @@ from hf_hybrid_cache import (
     PromptLookup,
     QuantizedHybridCache,
 )
-from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.chat import AnswerSettings, SettingError
 
+from common import modes
 from common.caches import CACHES
 from common.interruptions import Interruption
 from common.modes import Copying, ListStreamer, lookup
 from common.soak import count, search_at_random
-from models.byte_tokenizer import byte_tokenizer
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 WORDS = random_prompt(1, 12)
@@ -89,9 +88,8 @@ def answer(
 ) -> Any:
     """Return the output of a generation that copies most of its prompt."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"max_new_tokens": 70, "do_sample": False, "logits_processor": [Copying()]} | options
-    extra = {} if drafts is None else {"custom_generate": drafts}
-    return (model or tiny_model("llama")).generate(prompt, **cache_argument(cache), **given, **extra)
+    given: dict[str, Any] = {"max_new_tokens": 70, "logits_processor": [Copying()], "custom_generate": drafts} | options
+    return modes.answer(model or tiny_model("llama"), prompt, cache, **given)
 
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -167,18 +165,6 @@ def test_scores_and_logits_of_each_token_are_returned():
     assert torch.allclose(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-4)
     assert torch.allclose(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-4)
     assert ours[CACHE_ARGUMENT].get_seq_length() == plain[CACHE_ARGUMENT].get_seq_length()
-
-
-def test_stop_strings_end_a_drafted_answer_where_they_end_others():
-    tokenizer, config = byte_tokenizer(), tiny_model("llama").config
-    begin = PROMPT.shape[1] + 28
-    stop = tokenizer.decode(answer(DynamicHybridCache(config))[0, begin : begin + 3])
-    drafts, stopping = lookup(), [StopStringCriteria(tokenizer, [stop])]
-    ours = answer(DynamicHybridCache(config), drafts=drafts, stopping_criteria=stopping)
-    plain = answer(DynamicHybridCache(config), stop_strings=[stop], tokenizer=tokenizer)
-    assert torch.equal(ours, plain)
-    assert drafts.accepted_tokens
-    assert ours.shape[1] < begin + 10
 
 
 def test_filled_cache_and_prefix_store_go_on_with_drafts(tmp_path: Any):
@@ -259,8 +245,6 @@ def test_drafts_are_as_many_as_asked_for_at_most():
     answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts)
     assert 0 < drafts.drafted_tokens <= 2 * drafts.passes
     assert str(drafts).startswith(f"{drafts.accepted_tokens} of {drafts.drafted_tokens} drafted tokens")
-    with pytest.raises(ValueError, match="from 0 to 15, got 16"):
-        PromptLookup(16)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama", seed=1)}):
         with pytest.raises(ValueError, match="drafts tokens, and so would"):
             answer(DynamicHybridCache(tiny_model("llama").config), drafts=drafts, **options)

@@ -4,10 +4,8 @@ import pytest
 import torch
 from contracts.generation import FAMILIES_AND_MODES, VARIANTS
 
-from hf_hybrid_cache.cache_argument import cache_argument
-
 from common.caches import CACHES, CHOOSING, SAME_ATTENTION, MakeCache, stock
-from common.modes import prompt_lookup
+from common.modes import prompt_lookup, read
 from models.tiny_models import random_prompt, tiny_model
 
 ways = pytest.mark.parametrize(
@@ -63,9 +61,8 @@ def last_logits(make: MakeCache, dtype: torch.dtype) -> torch.Tensor:
     """Return the last logits of a prompt, some tokens and a step, beyond what stays on the device."""
     model = tiny_model("llama", dtype)
     cache = make(model.config)
-    with torch.no_grad():
-        for tokens in (200, 5, 1):
-            logits = model(random_prompt(2, tokens, seed=tokens), **cache_argument(cache), logits_to_keep=1).logits
+    for tokens in (200, 5, 1):
+        logits = read(model, random_prompt(2, tokens, seed=tokens), cache, logits_to_keep=1)
     return logits
 
 

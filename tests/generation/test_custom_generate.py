@@ -19,7 +19,7 @@ from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.plans import make_plan
 
 from common.modes import ListStreamer
-from models.tiny_models import COMMON, random_prompt, tiny_model
+from models.tiny_models import COMMON, random_model, random_prompt, tiny_model
 
 HUB = Path(__file__).parents[2] / "hub"
 BY_NAME = {"custom_generate": str(HUB), "trust_remote_code": True}
@@ -35,9 +35,7 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(**COMMON | {"max_position_embeddings": 2048}, num_hidden_layers=2)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return random_model(LlamaConfig(**COMMON | {"max_position_embeddings": 2048}, num_hidden_layers=2))
 
 
 def padded() -> dict[str, torch.Tensor]:

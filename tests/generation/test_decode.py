@@ -12,6 +12,7 @@ import torch
 from accelerate import dispatch_model
 from contracts.decoding import DecodesOnCpu, Home, Watcher, decode, interrupting, plain, plain_in_bits, whereabouts
 from contracts.generation import IN_FLOAT64
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -113,12 +114,18 @@ def test_weights_are_copied_again_when_one_has_changed(bits: int | None):
 
 
 def test_kept_weights_live_as_long_as_the_model():
-    decoder, model = DecodeOnCPU(torch.float64, keep_weights=True), new_llama()
-    decode(model, random_prompt(1, 9), max_new_tokens=1, custom_generate=decoder)
-    assert len(decoder._kept) == 1
+    decoder, model, used = DecodeOnCPU(torch.float64, keep_weights=True), new_llama(), list[StorageWeakRef]()
+
+    def note(module: torch.nn.Linear, _: object) -> None:
+        if module.weight.dtype == torch.float64:
+            used.append(StorageWeakRef(module.weight.untyped_storage()))
+
+    model.lm_head.register_forward_pre_hook(note)
+    decode(model, random_prompt(1, 9), max_new_tokens=3, custom_generate=decoder)
+    assert not used[0].expired()
     del model
     gc.collect()
-    assert len(decoder._kept) == 0
+    assert used[0].expired()
 
 
 def test_a_model_of_few_bits_already_decodes_and_is_not_moved():

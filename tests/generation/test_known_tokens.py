@@ -11,8 +11,8 @@ from transformers import EncoderDecoderCache, PreTrainedModel, T5Config, T5ForCo
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, prefill
-from hf_hybrid_cache.cache_argument import cache_argument
 
+from common import modes
 from models.tiny_models import llama, random_prompt, tiny_model
 
 CONFIG = llama()
@@ -23,8 +23,7 @@ REFUSAL = f"token {FIRST_DIFFERENCE} of sequence 0 is {OTHER[0, FIRST_DIFFERENCE
 
 
 def answer(ids: torch.Tensor, cache: Any, model: PreTrainedModel | None = None, **options: Any) -> torch.Tensor:
-    options = {"max_new_tokens": 4, "do_sample": False, **options}
-    return (model or tiny_model("llama")).generate(ids, **cache_argument(cache), **options)
+    return modes.answer(model or tiny_model("llama"), ids, cache, **{"max_new_tokens": 4} | options)
 
 
 def question(*before: torch.Tensor, seed: int = 7) -> torch.Tensor:
@@ -39,9 +38,8 @@ def read(**options: Any) -> HybridCache:
     return cache
 
 
-@torch.no_grad()
 def read_by_hand(cache: HybridCache, ids: torch.Tensor = DOCUMENT) -> HybridCache:
-    tiny_model("llama")(ids, **cache_argument(cache))
+    modes.read(tiny_model("llama"), ids, cache)
     return cache
 
 

@@ -35,9 +35,9 @@ from hf_hybrid_cache import (
     prefill,
     prompt_reading,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prompt_reading import PrefillProgress, seconds_left
 
+from common.modes import answer
 from models.architectures import small_model
 from models.image_models import model_of_images
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -48,10 +48,6 @@ CACHES = {
     "dynamic": DynamicHybridCache,
     "without_kernel": lambda config: DynamicHybridCache(config, cpu_decode=False),
 }
-
-
-def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
-    return model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False, **options)
 
 
 @contextmanager

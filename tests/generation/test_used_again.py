@@ -9,7 +9,6 @@ import torch
 from transformers import (
     EncoderDecoderCache,
     Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -27,7 +26,8 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from models.tiny_models import COMMON, llama, random_prompt, tiny_model
+from common.modes import answer, read
+from models.tiny_models import COMMON, llama, random_model, random_prompt, tiny_model
 
 CONFIG = llama()
 HELD = 100
@@ -43,8 +43,7 @@ WAYS = {
 def used(make: Callable[[PreTrainedConfig], HybridCache] = DynamicHybridCache) -> HybridCache:
     """A cache that holds 100 tokens, by way of `generate`."""
     cache = make(CONFIG)
-    options = {"max_new_tokens": 6, "do_sample": False}
-    tiny_model("llama").generate(random_prompt(1, HELD - 5), **cache_argument(cache), **options)
+    answer(tiny_model("llama"), random_prompt(1, HELD - 5), cache, max_new_tokens=6)
     assert cache.get_seq_length() == HELD
     return cache
 
@@ -56,13 +55,13 @@ def test_used_cache_when_asked_a_shorter_prompt_then_refuses(way: str):
     for tokens in (1, 50, 59, 100):
         prompt = random_prompt(1, tokens, seed=3)
         with pytest.raises(ValueError, match=r"not longer than the 100 tokens.*whole conversation.*new cache"):
-            model.generate(prompt, **cache_argument(cache), **options)
+            answer(model, prompt, cache, **options)
         embeds = model.get_input_embeddings()(prompt)
         with pytest.raises(ValueError, match=rf"the prompt of {tokens} tokens is not longer"):
             model.generate(inputs_embeds=embeds, **cache_argument(cache), **options)
     if way == "greedy":  # transformers would put the whole prompt into it again, also where it is longer
         with pytest.raises(ValueError, match=r"the cache holds 100 tokens already.*custom_generate=PromptLookup\(\)"):
-            model.generate(random_prompt(1, 120), **cache_argument(cache), prompt_lookup_num_tokens=3, **options)
+            answer(model, random_prompt(1, 120), cache, prompt_lookup_num_tokens=3)
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, keys, strict=True))
 
 
@@ -80,7 +79,7 @@ def test_cache_when_generate_is_told_not_to_use_it_then_refuses(
     for cache in caches:
         held = cache.get_seq_length()
         with pytest.raises(ValueError, match=r"use_cache=False forbids it.*Pass use_cache=True to generate"):
-            model.generate(prompt, **cache_argument(cache), **options)
+            answer(model, prompt, cache, **options)
         assert cache.get_seq_length() == held
 
 
@@ -97,17 +96,13 @@ def test_models_with_fewer_layers_than_their_config_then_answer_as_stock(tmp_pat
     torch.manual_seed(0)
     t5 = T5ForConditionalGeneration(config).eval()
     caches = (EncoderDecoderCache(each, DynamicCache(config=config)) for each in (make(config), DynamicCache()))
-    assert torch.equal(
-        *(t5.generate(random_prompt(1, 20), **cache_argument(each), max_new_tokens=8) for each in caches)
-    )
-    model, cache, stock = copy.deepcopy(tiny_model("llama")), make(CONFIG), DynamicCache(config=CONFIG)
-    model.model.layers = model.model.layers[:2]
-    options = {"max_new_tokens": 8, "do_sample": False}
-    first = model.generate(random_prompt(1, 90), **cache_argument(cache), **options)
-    assert torch.equal(first, model.generate(random_prompt(1, 90), **cache_argument(stock), **options))
-    longer = torch.cat([first, random_prompt(1, 10, seed=4)], dim=1)
-    again = model.generate(longer, **cache_argument(cache), **options)
-    assert torch.equal(again, model.generate(longer, **cache_argument(stock), **options))
+    assert torch.equal(*(answer(t5, random_prompt(1, 20), each) for each in caches))
+    model, cache, stock = with_two_of_four_layers(), make(CONFIG), DynamicCache(config=CONFIG)
+    text = random_prompt(1, 90)
+    for _ in range(2):
+        ours, theirs = (answer(model, text, each) for each in (cache, stock))
+        assert torch.equal(ours, theirs)
+        text = torch.cat([ours, random_prompt(1, 10, seed=4)], dim=1)
     cache.drop_unfinished()
     assert cache.get_seq_length() == stock.get_seq_length()
     cache.save(tmp_path / "two_layers.kv")
@@ -117,19 +112,16 @@ def test_models_with_fewer_layers_than_their_config_then_answer_as_stock(tmp_pat
 def test_first_pass_that_was_ended_half_way_then_is_never_continued(tmp_path):
     """A single pass that ended early is taken for that of a smaller model until another one goes farther."""
     cache, whole, prompt = DynamicHybridCache(CONFIG), tiny_model("llama"), random_prompt(1, 90)
-    with torch.no_grad():
-        with_two_of_four_layers()(prompt, **cache_argument(cache))
+    read(with_two_of_four_layers(), prompt, cache)
+    for use in (lambda: cache.save(tmp_path / "unfinished.kv"), lambda: answer(whole, prompt, cache)):
         with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
-            cache.save(tmp_path / "unfinished.kv")
-        with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
-            whole.generate(prompt, **cache_argument(cache), max_new_tokens=2)
-        for _ in range(2):
-            with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
-                whole(prompt[:, :5], **cache_argument(cache))
+            use()
+    for _ in range(2):
+        with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
+            read(whole, prompt[:, :5], cache)
     cache.drop_unfinished()
     assert cache.get_seq_length() == 0
-    expected = whole.generate(prompt, **cache_argument(DynamicCache(config=CONFIG)), max_new_tokens=4, do_sample=False)
-    assert torch.equal(whole.generate(prompt, **cache_argument(cache), max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(answer(whole, prompt, cache), answer(whole, prompt, DynamicCache(config=CONFIG)))
 
 
 BORDER = 32
@@ -146,8 +138,7 @@ def phi3() -> PreTrainedModel:
         original_max_position_embeddings=BORDER,
         rope_parameters=rope | {"original_max_position_embeddings": BORDER},
     )
-    torch.manual_seed(0)
-    return Phi3ForCausalLM(config).eval()
+    return random_model(config)
 
 
 @pytest.mark.parametrize(("tokens", "left_at"), [(10, None), (BORDER, 32), (BORDER + 1, 0)])
@@ -155,11 +146,10 @@ def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens:
     # Without kernels: Numba changes the filters of warnings while it compiles in the background.
     cache, stock = DynamicHybridCache(phi3.config, cpu_decode=False), DynamicCache(config=phi3.config)
     prompt = random_prompt(1, tokens)
-    options = {"max_new_tokens": 10, "do_sample": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        output = phi3.generate(prompt, **cache_argument(cache), **options)
-    assert torch.equal(output, phi3.generate(prompt, **cache_argument(stock), **options))
+        output = answer(phi3, prompt, cache, max_new_tokens=10)
+    assert torch.equal(output, answer(phi3, prompt, stock, max_new_tokens=10))
     said = [str(each.message) for each in caught if "goes on without this cache" in str(each.message)]
     assert len(said) == (left_at is not None)
     assert cache.get_seq_length() == stock.get_seq_length() == (tokens + 9 if left_at is None else left_at)
@@ -171,8 +161,7 @@ def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens:
         longer = torch.cat([prompt, random_prompt(1, 50)], dim=1)
         for each in (cache, stock):
             each.reset()
-            with torch.no_grad():
-                phi3(longer[:, :-1], **cache_argument(each), logits_to_keep=1)
-        outputs = [phi3.generate(longer, **cache_argument(each), **options) for each in (cache, stock)]
+            read(phi3, longer[:, :-1], each)
+        outputs = [answer(phi3, longer, each, max_new_tokens=10) for each in (cache, stock)]
         assert cache.get_seq_length() == 69
         assert torch.equal(*outputs)

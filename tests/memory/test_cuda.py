@@ -20,7 +20,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.storage.memory import page_lock
 
 from common.caches import stock
-from models.tiny_models import random_prompt
+from models.tiny_models import random_model, random_prompt
 
 pytestmark = pytest.mark.cuda
 
@@ -145,8 +145,7 @@ def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "num_hidden_layers": 8}
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 1024, "max_position_embeddings": 4096}
     config = LlamaConfig(**heads, **sizes, eos_token_id=None, pad_token_id=0)
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to("cuda")
+    return random_model(config).to("cuda")
 
 
 @pytest.mark.parametrize("make_cache", [DynamicHybridCache, OffloadedHybridCache])

@@ -6,6 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from models.tiny_models import random_model
+
 CONFIGS = {config.__name__: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
 MOST_PARAMETERS = 20_000_000
 # Each has kinds of layers, of attention, of positions or of weights that the others have not.
@@ -114,5 +116,4 @@ def small_model(name: str, is_wider: bool = False) -> PreTrainedModel:
         size = sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are too many.")
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return random_model(config)

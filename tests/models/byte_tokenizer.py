@@ -1,13 +1,13 @@
 """A tokenizer that needs no training, and a model with it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from models.tiny_models import COMMON
+from models.tiny_models import COMMON, FAMILIES, random_model
 
 
 def byte_tokenizer(only_printable: bool = False, without: str = "") -> PreTrainedTokenizerFast:
@@ -30,15 +30,31 @@ def byte_tokenizer(only_printable: bool = False, without: str = "") -> PreTraine
     )
 
 
+def tokenizer_for(
+    template: str, special: Sequence[str], end: str, tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a chat template, and its marks: special tokens, which `end` is one of, and others."""
+    tokenizer = byte_tokenizer(only_printable=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special], "eos_token": end})
+    tokenizer.add_tokens([AddedToken(each, special=False) for each in tokens])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def model_for(tokenizer: PreTrainedTokenizerFast, context: int, family: str = "llama") -> PreTrainedModel:
+    """A random model with the vocabulary of a tokenizer."""
+    config = FAMILIES[family]()
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), context
+    return random_model(config)
+
+
 def model_in(
     folder: Path, context: int, tokenizer: PreTrainedTokenizerFast | None = None, **generation: object
 ) -> Path:
     """Save a random model with a tokenizer, by default of bytes."""
-    torch.manual_seed(0)
     tokenizer = tokenizer or byte_tokenizer()
     sizes = COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": context}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
-    model.save_pretrained(folder)
+    random_model(LlamaConfig(**sizes, num_hidden_layers=2)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | generation))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     GptOssConfig,
     GraniteMoeConfig,
     MixtralConfig,
@@ -15,7 +14,7 @@ from transformers import (
 )
 
 from models import tiny_models
-from models.tiny_models import COMMON
+from models.tiny_models import COMMON, random_model
 
 NUM_EXPERTS, CHOICES = 6, 2
 _LAYERS = {"num_hidden_layers": 3}
@@ -55,8 +54,7 @@ EXPERT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 def expert_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model of `family` that computes its experts one after the other, as transformers' models are written."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(EXPERT_FAMILIES[family](), dtype=dtype).eval()
+    model = random_model(EXPERT_FAMILIES[family](), dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:

@@ -96,8 +96,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 @functools.cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A random model of `family`; the same one for the same arguments."""
+    return random_model(FAMILIES[family](), seed, dtype=dtype)
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """A model with random weights, and options of `from_config`."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model.eval()
 
 

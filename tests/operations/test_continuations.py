@@ -16,11 +16,10 @@ from hf_hybrid_cache import (
     Placement,
     minmax,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage import SharedPrefix
 
 from common.caches import MakeCache, quantized, stock
-from common.modes import generate
+from common.modes import generate, read
 from models.tiny_models import random_prompt, tiny_model
 
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, vocab_size=8)
@@ -172,8 +171,7 @@ def test_generate_continues_one_stored_sequence_by_several(options: dict[str, ob
     results = []
     for make in PAIRS["quantized_from_the_first"]:
         cache = make(model.config)
-        with torch.no_grad():
-            model(ids[:, :-4], **cache_argument(cache))
+        read(model, ids[:, :-4], cache)
         if isinstance(cache, HybridCache):
             ours = cache
         else:  # transformers' cache ends in an error without this

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
@@ -23,10 +23,11 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from common.caches import CACHES, QUANTIZED, MakeCache
 from common.interruptions import Interruption
 from common.lazy_streams import copy_late
+from common.modes import read
 from common.quantized_reference import quantized_reference
 from common.slow import slow_but
 from common.soak import budget, count, search_at_random
-from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from models.tiny_models import FAMILIES, random_model, random_prompt, tiny_model
 from operations.setups import CONFIG, Setup, setups
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
@@ -223,8 +224,7 @@ def linear_model() -> PreTrainedModel:
     """Make two layers of linear attention, then one of full attention, the only one that counts tokens."""
     config = FAMILIES["qwen3_next"]()
     config.num_hidden_layers, config.layer_types = 3, ["linear_attention", "linear_attention", "full_attention"]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return random_model(config)
 
 
 UNSEEN = "not all layers of linear attention have seen its tokens"
@@ -246,8 +246,7 @@ def test_a_pass_that_ended_half_way_is_noticed_and_forgotten_as_a_whole(
         pytest.skip("this transformers does not tell a cache of all linear states")
     model, ids = linear_model if family == "linear" else tiny_model(family), random_prompt(1, 140)
     cache = DynamicHybridCache(model.config)
-    with torch.no_grad():
-        model(ids, **cache_argument(cache))
+    read(model, ids, cache)
     cache.drop_unfinished()
     assert cache.get_seq_length() == 140
     cache.reset()

@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
 from hf_hybrid_cache.attention import compile_kernels
-from hf_hybrid_cache.cache_argument import cache_argument
 
 from .groups import NEEDS_GROUPS, Group
+from common.modes import answer
 from common.slow import slow
 from models.tiny_models import random_prompt, tiny_model
 
@@ -54,7 +54,7 @@ def generate(bits: int | None, number: int, lost_rank: int, at: int) -> None:
     shared = {"group": group} if bits is None else {"group": group, "bits": bits}
     cache = (DynamicHybridCache if bits is None else QuantizedHybridCache)(model.config, **shared)
     model.model.layers[1].mlp.register_forward_hook(lost_at_call(number, lost_rank, at))
-    model.generate(random_prompt(1, 300), **cache_argument(cache), max_new_tokens=50, do_sample=False)
+    answer(model, random_prompt(1, 300), cache, max_new_tokens=50)
 
 
 def start_and_require_errors(group: Group, lost_rank: int, function: Callable[..., None], *arguments: Any) -> None:

@@ -17,10 +17,10 @@ from hf_hybrid_cache import (
     PrefixStoreError,
     QuantizedHybridCache,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from .groups import NEEDS_GROUPS, Group
+from common.modes import answer
 from common.slow import slow
 from models.tiny_models import tiny_model
 from prefix_store import prompts
@@ -71,8 +71,7 @@ def read_alone(prompt: torch.Tensor, bits: int | None, document_tokens: int) -> 
 
 
 def answered(prompt: torch.Tensor, cache: HybridCache) -> list[int]:
-    answer = tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=12, do_sample=False)
-    return answer[0, prompt.shape[1] :].tolist()
+    return answer(tiny_model("llama"), prompt, cache, max_new_tokens=12)[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from kernels import test_threads as kernel_calls
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import compile_in_background
 
 from common.caches import CACHES, QUANTIZED, stock
+from common.modes import answer
 from common.programs import command, environment, run_program
 from common.slow import slow_but
 from common.soak import budget, count
@@ -40,8 +40,7 @@ def generate(cache: Cache, seed: int, new_tokens: int = 6) -> list[list[int]]:
 
 
 def go_on(ids: torch.Tensor, cache: Cache, new_tokens: int) -> list[list[int]]:
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
-    return tiny_model("llama").generate(ids, **cache_argument(cache), **options).tolist()
+    return answer(tiny_model("llama"), ids, cache, max_new_tokens=new_tokens).tolist()
 
 
 def make(name: str) -> Cache:

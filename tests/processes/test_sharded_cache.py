@@ -33,14 +33,13 @@ from hf_hybrid_cache import (
     minmax,
     prefill,
 )
-from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.host_memory import Limit
 
 from .groups import NEEDS_GROUPS, Group
 from common.caches import channel_scaled_codecs, stock
-from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
+from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, answer, skipped_where_stock_fails
 from common.quantized_reference import quantized_reference
 from common.soak import search_at_random
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -101,8 +100,8 @@ def test_tokens_and_logits_are_those_of_one_process(
     with skipped_where_stock_fails():
         alone = MODES[mode](model, stock if cache in IN_FULL else CACHES[cache], more)
     answers = group.call(contract, cache, family, mode, more)
-    for answer in answers:
-        for ours, first, theirs in zip(answer, answers[0], alone, strict=True):
+    for found in answers:
+        for ours, first, theirs in zip(found, answers[0], alone, strict=True):
             if not isinstance(theirs, torch.Tensor):
                 assert ours == theirs
                 continue
@@ -121,9 +120,6 @@ def test_tokens_and_logits_are_those_of_one_process(
 
 class ShardedMachine(CacheMachine):
     """A machine on a cache that processes share: each of them runs it, and draws the same."""
-
-    def least_bytes(self) -> int:
-        return 0  # the others hold the rest
 
     @precondition(lambda self: self.num_tokens > 0)
     @rule(verify=st.booleans())
@@ -204,8 +200,8 @@ def eager() -> Result:
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 def test_attention_that_asks_for_the_states_gets_those_of_all_processes(group: Group):
     expected = MODES["greedy"](tiny_model("llama"), stock, FOR_QUANTIZED_BLOCKS)
-    for answer in group.call(eager):
-        assert torch.equal(answer[0], expected[0])
+    for found in group.call(eager):
+        assert torch.equal(found[0], expected[0])
 
 
 def converted(name: str) -> list[bool]:
@@ -229,8 +225,8 @@ def sampled_with_other_logits() -> list[list[int]]:
     """Sample with another model in each process, which exaggerates the rounding of other processors."""
     rank = distributed.get_rank()
     model = tiny_model("llama", seed=rank)
-    options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": [SameLogits(distributed.group.WORLD)]}
-    return model.generate(random_prompt(1, 10), **cache_argument(stock(model.config)), **options).tolist()
+    processors = [SameLogits(distributed.group.WORLD)]
+    return answer(model, random_prompt(1, 10), stock(model.config), logits_processor=processors).tolist()
 
 
 def test_the_logits_of_the_first_process_can_be_those_of_all(group: Group):
@@ -248,7 +244,7 @@ def raised_by(what: str, path: str) -> str:
     not_here = of_first if rank else distributed.GroupMember.NON_GROUP_MEMBER
 
     def generate(prompt: torch.Tensor) -> None:
-        tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=2, do_sample=False)
+        answer(tiny_model("llama"), prompt, cache, max_new_tokens=2)
 
     def save(target: str) -> None:
         generate(ids)
@@ -297,8 +293,8 @@ def raised_by(what: str, path: str) -> str:
     ],
 )
 def test_shared_cache_when_misused_then_error_has_way_out(what: str, message: str, group: Group, tmp_path: Path):
-    for answer in group.call(raised_by, what, str(tmp_path / "cache.kv")):
-        assert re.match(message, answer), answer
+    for found in group.call(raised_by, what, str(tmp_path / "cache.kv")):
+        assert re.match(message, found), found
 
 
 def read_with_checkpoint(folder: str, name: str) -> tuple[str, int, bool]:

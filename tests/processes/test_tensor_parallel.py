@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.cache_argument import cache_argument
 
 from .groups import NEEDS_GROUPS, Group
+from common.modes import answer
 from common.slow import slow
 from models.tiny_models import COMMON, random_prompt, tiny_model
 
@@ -50,8 +50,7 @@ def generate(model: PreTrainedModel, cache: Cache, mode: str) -> list[list[int]]
     ids = random_prompt(2, 200)
     mask = torch.ones_like(ids)
     ids[0, :30], mask[0, :30] = COMMON["pad_token_id"], 0
-    options = {"max_new_tokens": 8, "do_sample": False, **MODES[mode]}
-    return model.generate(ids, attention_mask=mask, **cache_argument(cache), **options).tolist()
+    return answer(model, ids, cache, attention_mask=mask, **MODES[mode]).tolist()
 
 
 def generate_with_all(folder: Path, sharing_heads: int, sharing_tokens: int) -> dict[tuple[str, str], Any]:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -16,7 +15,7 @@ from common.caches import stock
 from common.programs import environment
 from documentation.test_documentation import OTHER_NAMES, REPORT, REPOSITORY, as_installed, hub_with
 from models.byte_tokenizer import byte_tokenizer
-from models.tiny_models import COMMON
+from models.tiny_models import COMMON, random_model
 
 pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 
@@ -25,8 +24,7 @@ pytestmark = [pytest.mark.xdist_group("groups"), NEEDS_GROUPS]
 def test_script_of_the_page_on_two_processes_answers_as_one_process(tmp_path: Path):
     tokenizer, folder = byte_tokenizer(), tmp_path / "model"
     sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "max_position_embeddings": 4096}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(folder)
+    random_model(LlamaConfig(**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (tmp_path / "report.txt").write_text(REPORT)
     page = as_installed((REPOSITORY / "docs" / "many-processes.md").read_text())

@@ -128,6 +128,9 @@ def generated(folder: str, prompt: list[dict[str, str]] | str, **options: Any) -
     return str(tokenizer.decode(talks.generated(model, token_ids, settings), skip_special_tokens=True))
 
 
-@functools.cache
-def loaded(folder: str) -> tuple[Any, Any]:
+def read(folder: Path | str) -> tuple[Any, Any]:
+    """Return a model and its tokenizer."""
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+loaded = functools.cache(read)

@@ -8,18 +8,16 @@ import openai
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings
-from hf_hybrid_cache.serve.engine import Answered, Engine
+from serve.engines import Asking
 from serve.running import DOCUMENT, NEW_TOKENS, Running, cached, loaded, serving, user
 
 from chat import talks
 from chat.thoughts import tokenizer_of
-from models.byte_tokenizer import byte_tokenizer, model_in
-from models.tiny_models import qwen3_next
+from models.byte_tokenizer import byte_tokenizer, model_for, model_in
 
 # Of the tokens that are bytes.
 NAMES = bytes_to_unicode()
@@ -52,20 +50,21 @@ def joined(server: Running, messages: Any, **options: Any) -> dict[int, dict[str
 
 
 def test_each_of_n_answers_is_that_of_a_request_with_its_own_seed(server: Running):
-    together = server.ask(ASKED, n=4, **SAMPLED, max_tokens=60)
-    alone = [
-        server.ask(ASKED, **SAMPLED | {"seed": (SAMPLED["seed"] + i) % 2**64}, max_tokens=60).choices[0]
-        for i in range(4)
-    ]
+    """Each ends where it ends, though others go on."""
+    options = SAMPLED | {"temperature": 1.9, "max_tokens": 300}
+    together = server.ask(ASKED, n=8, **options)
+    alone = [server.ask(ASKED, **options | {"seed": (SAMPLED["seed"] + i) % 2**64}) for i in range(8)]
     said = [(choice.message.content, choice.finish_reason) for choice in together.choices]
-    assert said == [(choice.message.content, choice.finish_reason) for choice in alone]
-    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
-    assert len({text for text, _ in said}) == 4
-    stop = said[0][0][3:5]
-    stopped = joined(server, ASKED, n=4, **SAMPLED, max_tokens=60, stop=stop)
-    for number, (text, reason) in enumerate(said):
-        expected = (text.partition(stop)[0], "stop" if stop in text else reason)
-        assert (stopped[number]["text"], stopped[number]["reason"]) == expected
+    assert said == [(each.choices[0].message.content, each.choices[0].finish_reason) for each in alone]
+    assert [choice.index for choice in together.choices] == [*range(8)]
+    assert together.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+    assert len({text for text, _ in said}) == 8
+    assert {reason for _, reason in said} == {"stop", "length"}
+    for stop in ("no such text", said[0][0][3:5]):
+        streamed = joined(server, ASKED, n=8, **options, stop=stop)
+        for number, (text, reason) in enumerate(said):
+            expected = (text.partition(stop)[0], "stop" if stop in text else reason)
+            assert (streamed[number]["text"], streamed[number]["reason"]) == expected
 
 
 def test_the_prompt_stays_in_memory_after_several_answers(server: Running):
@@ -73,17 +72,6 @@ def test_the_prompt_stays_in_memory_after_several_answers(server: Running):
     server.ask(asked, n=8, temperature=1.0)
     prompt, known = cached(server.ask(asked, n=2))
     assert known == prompt - 1
-
-
-def test_an_answer_ends_where_it_ends_though_others_go_on(server: Running):
-    whole = server.ask(ASKED, n=8, temperature=1.9, seed=1, max_tokens=300)
-    reasons = [choice.finish_reason for choice in whole.choices]
-    assert {*reasons} == {"stop", "length"}
-    streamed = joined(server, ASKED, n=8, temperature=1.9, seed=1, max_tokens=300)
-    assert [streamed[number]["reason"] for number in range(8)] == reasons
-    assert [streamed[number]["text"] for number in range(8)] == [choice.message.content for choice in whole.choices]
-    alone = [server.ask(ASKED, temperature=1.9, seed=1 + i, max_tokens=300).usage for i in range(8)]
-    assert whole.usage.completion_tokens == sum(usage.completion_tokens for usage in alone)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED | {"n": 3, "frequency_penalty": 1.5}], ids=["one", "three"])
@@ -139,7 +127,9 @@ def test_logprobs_are_the_same_with_drafts_and_without(server: Running):
         server.ask(asked, **repeating, logprobs=True, top_logprobs=3, extra_body={"drafts": drafts})
         for drafts in (15, 0)
     )
-    assert with_drafts.usage.completion_tokens_details.accepted_prediction_tokens
+    drafted, plain = (each.usage.completion_tokens_details for each in (with_drafts, without))
+    assert 0 < drafted.accepted_prediction_tokens < 60 == with_drafts.usage.completion_tokens
+    assert plain.accepted_prediction_tokens + plain.rejected_prediction_tokens == 0
     assert with_drafts.choices[0].logprobs == without.choices[0].logprobs
 
 
@@ -176,16 +166,12 @@ def test_each_answer_has_a_thought_whose_tokens_are_not_told(tmp_path: Path):
 
 
 def test_answers_of_recurrent_models_are_those_that_are_given_alone(tmp_path: Path):
-    torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-    model = AutoModelForCausalLM.from_config(qwen3_next(**sizes)).eval()
-    engine = Engine(model, tokenizer, PrefixStore(tmp_path), memory_bytes=None, remark=print, cache="dynamic")
+    asking = Asking(model_for(tokenizer, 2048, "qwen3_next"), tokenizer, PrefixStore(tmp_path))
 
     def answers(seed: int, count: int) -> list[list[int]]:
         settings = AnswerSettings(max_new_tokens=8, temperature=1.2, seed=seed)
-        [*_, end] = engine.answer(DOCUMENT[:300], settings, lambda: None, count)
-        assert isinstance(end, Answered)
+        _, end, _ = asking.answer(DOCUMENT[:300], settings, number=count)
         return [answer.token_ids for answer in end.answers]
 
     assert answers(3, 4) == [answers(3 + number, 1)[0] for number in range(4)]

@@ -1,7 +1,6 @@
 """The server holds answers to the form that OpenAI's client asks for."""
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -9,9 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from serve.running import DOCUMENT, Running, cached, serving, user
-
-from models.byte_tokenizer import byte_tokenizer, model_in
+from serve.running import DOCUMENT, Running, cached, user
 
 ASKED = [user(f"{DOCUMENT}\n\nWho signed it?")]
 
@@ -24,13 +21,6 @@ class Signed(BaseModel):
     by: str = Field(max_length=3)
     day: Literal["Monday", "Tuesday"]
     place: Place | None
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    tokenizer = byte_tokenizer(only_printable=True)
-    with serving(model_in(tmp_path_factory.mktemp("model"), 2**13, tokenizer, eos_token_id=2)) as running:
-        yield running
 
 
 def of_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """OpenAI's client gets from `/v1/responses` the answers of chat completions."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,13 @@ from serve.running import DOCUMENT, NEW_TOKENS, Running, serving, user
 from chat.calls import called, function
 from chat.calls import tokenizer_of as calls_of
 from chat.thoughts import tokenizer_of
-from models.byte_tokenizer import byte_tokenizer, model_in
+from models.byte_tokenizer import model_in
 
 QUESTION = f"{DOCUMENT}\n\nWho signed it?"
 
 
 class Signed(BaseModel):
     year: int
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    tokenizer = byte_tokenizer(only_printable=True)
-    with serving(model_in(tmp_path_factory.mktemp("model"), 2**13, tokenizer, eos_token_id=2)) as running:
-        yield running
 
 
 def respond(server: Running, given: Any, **options: Any) -> Any:

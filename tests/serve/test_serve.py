@@ -1,13 +1,12 @@
 """A real server answers real clients as `generate` does, reads nothing twice, and never fails without a reason."""
 
 import contextlib
-import copy
 import json
 import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from hf_hybrid_cache import PrefixStore, fuse_decode
+from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Conversation, Message
-from hf_hybrid_cache.decode_step import repeats_rows
-from hf_hybrid_cache.serve.engine import Answered, Engine
-from hf_hybrid_cache.serve.logprobs import Piece
-from serve.running import DOCUMENT, KEY, Running, cached, generated, loaded, serving, user
+from serve.engines import Asking
+from serve.running import DOCUMENT, KEY, Running, cached, generated, read, serving, user
 
 from chat.calls import function
 from chat.thoughts import tokenizer_of
@@ -70,62 +67,6 @@ def test_streamed_and_whole_answers_are_those_of_generate(server: Running, optio
     assert text == expected
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
     assert chunks[-1].usage.completion_tokens == 12
-
-
-def test_requests_with_drafts_have_the_answers_of_those_without(server: Running):
-    asked = [f"{DOCUMENT[: 80 * number]} Who came?" for number in range(1, 11)]
-    repeating = {"max_tokens": 30, "frequency_penalty": -2, "presence_penalty": -2}
-    for text, drafts in [(text, drafts) for text in asked for drafts in (15, 0)]:
-        answer = server.ask([user(text)], **repeating, extra_body={"drafts": drafts})
-        details = answer.usage.completion_tokens_details
-        assert drafts or not details.accepted_prediction_tokens + details.rejected_prediction_tokens
-        assert answer.usage.completion_tokens == 30 > details.accepted_prediction_tokens
-        if drafts:
-            expected = answer.choices[0].message.content
-        assert answer.choices[0].message.content == expected
-
-
-REQUEST = st.fixed_dictionaries(
-    {"max_tokens": st.integers(1, 30) | st.just(120)},
-    optional={
-        "frequency_penalty": st.sampled_from([-2, 1]),
-        "presence_penalty": st.just(-2),
-        "stop": st.lists(st.sampled_from(["e", "Z", "ab", "\n"]), min_size=1, max_size=2, unique=True),
-        "temperature": st.sampled_from([0.3, 0.9, 1.5]),
-        "seed": st.integers(0, 9),
-        "response_format": st.just({"type": "json_object"}),
-    },
-)
-
-
-@pytest.mark.slow
-def test_five_hundred_requests_with_drafts_or_not_have_the_same_answers(tmp_path: Path):
-    """250 to a server as it is by default, and the same ones to one that drafts nothing."""
-    drafted, model = [0, 0], model_in(tmp_path, 2**13, byte_tokenizer(only_printable=True), eos_token_id=2)
-    with serving(model) as drafting, serving(model, "--drafts", "0") as plain:
-
-        @search_at_random(250)
-        @given(request=REQUEST, length=st.integers(0, len(DOCUMENT)), is_streamed=st.booleans())
-        def require_same_answers(request: dict[str, Any], length: int, is_streamed: bool) -> None:
-            options = {"seed": 0} | request  # or each answer is another one
-            asked, answers = [user(f"{DOCUMENT[:length]} Who came?")], []
-            for index, server in enumerate((drafting, plain)):
-                if is_streamed:
-                    text, chunks = streamed(server, asked, **options, stream_options={"include_usage": True})
-                    usage, reason = chunks[-1].usage, chunks[-2].choices[0].finish_reason
-                else:
-                    answer = server.ask(asked, **options)
-                    usage, [choice] = answer.usage, answer.choices
-                    text, reason = choice.message.content, choice.finish_reason
-                details = usage.completion_tokens_details
-                drafted[index] += details.accepted_prediction_tokens + details.rejected_prediction_tokens
-                answers.append((text, reason, usage.completion_tokens))
-            assert answers[0] == answers[1]
-            count("answers with and without drafts are the same")
-
-        require_same_answers()
-    fuse_decode(fused := copy.deepcopy(loaded(str(model))[0]))
-    assert [bool(each) for each in drafted] == [repeats_rows(fused), False]
 
 
 def test_a_conversation_computes_each_token_once_and_repeats_its_turns(server: Running):
@@ -244,18 +185,9 @@ def test_who_leaves_ends_the_answer_within_a_step(server: Running):
     assert server.state()["requests"] == 0
 
 
-def engine_of(
-    folder: Path, store: PrefixStore, remark: Callable[[str], object] = print, has_hook: bool = False
-) -> Engine:
-    """Return an engine; with a hook, which is code of others without a name, its model's states are not kept."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    if has_hook:
-        model.register_forward_hook(lambda *_: None)
-    return Engine(model, tokenizer, store, memory_bytes=0, remark=remark, cache="dynamic")
-
-
 def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
-    engine, looks = engine_of(model_in(tmp_path / "model", 2**13), PrefixStore(tmp_path / "store")), []
+    asking = Asking(*read(model_in(tmp_path / "model", 2**13)), PrefixStore(tmp_path / "store"), memory_bytes=0)
+    looks = list[bool]()
     text, answer = "".join(chr(97 + number * number % 23) for number in range(8000)), AnswerSettings(max_new_tokens=1)
 
     def leave() -> None:
@@ -264,24 +196,23 @@ def test_what_was_read_for_who_left_is_not_read_again(tmp_path: Path):
             raise ClientDisconnect
 
     with pytest.raises(ClientDisconnect):
-        list(engine.answer(text, answer, leave))
-    [*_, end] = engine.answer(text, answer, lambda: None)
-    assert isinstance(end, Answered)
-    assert end.cached_tokens == 2048
+        asking.answer(text, answer, leave)
+    assert asking.answer(text, answer)[1].cached_tokens == 2048
 
 
 @pytest.mark.filterwarnings("ignore:The prompt has")
 @pytest.mark.parametrize("what", ["is gone", "refuses"])
 def test_a_store_that_is_gone_or_refuses_is_told_once_and_changes_nothing(tmp_path: Path, what: str):
     folder, told = model_in(tmp_path / "model", 2**13), list[str]()
-    engine = engine_of(folder, PrefixStore(tmp_path / "store"), told.append, has_hook=what == "refuses")
+    asking = Asking(*read(folder), PrefixStore(tmp_path / "store"), memory_bytes=0, remark=told.append)
     if what == "is gone":
         shutil.rmtree(tmp_path / "store")
+    else:  # code of others without a name: states of the model are not kept
+        asking.model.register_forward_hook(lambda *_: None)
     answer, expected = AnswerSettings(max_new_tokens=3), generated(str(folder), DOCUMENT, max_new_tokens=3)
     for prompt in (DOCUMENT, DOCUMENT, Conversation((Message("user", DOCUMENT),))):
-        *texts, end = engine.answer(prompt, answer, lambda: None)
-        assert isinstance(end, Answered)
-        assert isinstance(prompt, tuple) or "".join(each.text for each in texts if isinstance(each, Piece)) == expected
+        text, *_ = asking.answer(prompt, answer)
+        assert text == expected or isinstance(prompt, Conversation)
     assert len(told) == 1
 
 
@@ -361,7 +292,6 @@ def test_memory_does_not_grow_over_five_hundred_requests(model: Path):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
-# The fields of a request, and a part of the message.
 
 
 def asking(fields: dict[str, Any]) -> dict[str, Any]:

@@ -9,19 +9,16 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_hybrid_cache import PrefixStore
-from hf_hybrid_cache.chat import Answer, AnswerSettings, Call, Conversation, Message, Thought
-from hf_hybrid_cache.serve.engine import Answered, Engine
-from hf_hybrid_cache.serve.logprobs import Piece
+from hf_hybrid_cache.chat import AnswerSettings, Call, Conversation, Message
+from serve.engines import Asking
 from serve.running import DOCUMENT, Running, cached, serving, user
 
 from chat.calls import FORMS, called, function, tokenizer_of
 from chat.talks import writing
-from models.byte_tokenizer import model_in
-from models.tiny_models import FAMILIES
+from models.byte_tokenizer import model_for, model_in
 
 WEATHER = function(
     "get_weather", city={"type": "string", "maxLength": 3}, days={"type": "integer", "minimum": 0, "maximum": 9}
@@ -35,46 +32,22 @@ SETTINGS = AnswerSettings(max_new_tokens=250, max_thinking_tokens=10)
 def model_of(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A random model, and a tokenizer with a form of calls."""
     tokenizer = tokenizer_of(name)
-    config = FAMILIES["llama"]()
-    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2**13
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = model_for(tokenizer, 2**13)
     ends = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|call|>") if each in tokenizer.vocab]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
     return model, tokenizer
 
 
-class Asking:
-    """
-    An engine in this process.
+def asking_of(name: str, folder: Path) -> Asking:
+    """Make an engine with a form of calls."""
+    return Asking(*model_of(name), PrefixStore(folder))
 
-    Args:
-        name: of the form of calls.
-        folder: of its store.
-    """
 
-    def __init__(self, name: str, folder: Path):
-        self.model, self.tokenizer = model_of(name)
-        store = PrefixStore(str(folder))
-        self._engine = Engine(
-            self.model, self.tokenizer, store, memory_bytes=None, remark=lambda _: None, cache="dynamic"
-        )
-
-    def ask(self, asked: Conversation, settings: AnswerSettings = SETTINGS) -> tuple[str, list[Call], Answer, int]:
-        """Return the text of an answer, its calls, the answer, and how many tokens of the prompt were not computed."""
-        *pieces, end = self._engine.answer(asked, settings, lambda: None)
-        assert isinstance(end, Answered)
-        told = [each for each in pieces if isinstance(each, Piece)]
-        text = "".join(each.text for each in told if not isinstance(each.text, Thought))
-        return text, [each.call for each in told if each.call], end.answers[0], end.cached_tokens
-
-    def prompt(self, asked: Conversation) -> list[int]:
-        """Return the prompt as the tokenizer itself makes it."""
-        given = [{"role": each.role, "content": each.content, **each.more} for each in asked.messages]
-        ids = self.tokenizer.apply_chat_template(
-            given, tools=[*asked.functions], add_generation_prompt=True, return_dict=False
-        )
-        return list(ids)
+def prompt_of(asked: Conversation, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the prompt as the tokenizer itself makes it."""
+    given = [{"role": each.role, "content": each.content, **each.more} for each in asked.messages]
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(given, tools=[*asked.functions], **options))
 
 
 def in_turn(call: Call, result: str) -> tuple[Message, ...]:
@@ -86,31 +59,31 @@ def in_turn(call: Call, result: str) -> tuple[Message, ...]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_is_forced_and_its_result_goes_back_in(name: str, tmp_path: Path):
-    asking = Asking(name, tmp_path)
+    asking = asking_of(name, tmp_path)
     asked = Conversation(
         (Message("user", ASKED[0]["content"]),), (WEATHER, SEARCH), choice="required", is_parallel=False
     )
-    text, [call], answer, _ = asking.ask(asked)
+    text, end, [call] = asking.answer(asked, SETTINGS)
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in asked.functions}
     jsonschema.validate(json.loads(call.arguments), schemas[call.name])
-    before = asking.prompt(asked)
-    assert (text, answer.finish_reason, answer.prompt_tokens) == ("", "tool_calls", len(before))
+    before = prompt_of(asked, asking.tokenizer)
+    assert (text, end.answers[0].finish_reason, end.answers[0].prompt_tokens) == ("", "tool_calls", len(before))
 
     asked = asked._replace(messages=asked.messages + in_turn(call, "It rains."))
-    text, calls, answer, computed = asking.ask(asked._replace(choice="none"))
-    assert (calls, answer.prompt_tokens) == ([], len(asking.prompt(asked)))
-    assert answer.finish_reason in ("stop", "length")
+    text, end, calls = asking.answer(asked._replace(choice="none"), SETTINGS)
+    assert (calls, end.answers[0].prompt_tokens) == ([], len(prompt_of(asked, asking.tokenizer)))
+    assert end.answers[0].finish_reason in ("stop", "length")
     assert text
     # All but the call is the prompt of before.
-    assert computed >= len(before) - 10
+    assert end.cached_tokens >= len(before) - 10
 
-    _, [call], _, _ = asking.ask(asked._replace(choice="search"))
+    _, _, [call] = asking.answer(asked._replace(choice="search"), SETTINGS)
     assert (call.name, json.loads(call.arguments)["text"] in ("a", "b")) == ("search", True)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_path: Path):
-    asking, form = Asking(name, tmp_path), FORMS[name]
+    asking, form = asking_of(name, tmp_path), FORMS[name]
     asked = Conversation((Message("user", "Hi"),), (WEATHER, SEARCH))
     call = f'{form.begin}{form.name}search{form.arguments}{{"text": "a"}}{form.call}{form.end}'
     call = call.replace("{{ call.id }}", "a" * 9).replace("{{ loop.index0 }}", "0")
@@ -121,25 +94,25 @@ def test_what_a_model_writes_of_itself_is_text_thought_and_calls(name: str, tmp_
         (f"{form.turn[1]}It is so.", "It is so.", []),
     ):
         with writing(asking.model, asking.tokenizer, thought + text):
-            told, found, answer, _ = asking.ask(asked)
+            told, end, found = asking.answer(asked, SETTINGS)
         assert (told, [(each.name, each.arguments) for each in found]) == (expected, calls)
-        assert answer.finish_reason == ("tool_calls" if calls else "stop")
-        assert answer.thinking == ("Hm." if thought else "")
+        assert end.answers[0].finish_reason == ("tool_calls" if calls else "stop")
+        assert end.answers[0].thinking == ("Hm." if thought else "")
 
 
 @pytest.mark.parametrize("name", ["Hermes", "Llama", "gpt-oss", "odd"])
 def test_strict_arguments_and_schemas_are_held_where_a_call_is_free(name: str, tmp_path: Path):
-    asking, form = Asking(name, tmp_path), FORMS[name]
+    asking, form = asking_of(name, tmp_path), FORMS[name]
     asked = Conversation((Message("user", "Hi"),), (WEATHER, SEARCH), strict=frozenset({"search"}))
     begun = f"{form.begin}{form.name}search{form.arguments}".replace("{{ call.id }}", "a" * 9)
     with writing(asking.model, asking.tokenizer, begun):
-        _, [call], answer, _ = asking.ask(asked)
+        _, end, [call] = asking.answer(asked, SETTINGS)
     assert (call.name, json.loads(call.arguments)["text"] in ("a", "b")) == ("search", True)
-    assert answer.finish_reason == "tool_calls"
+    assert end.answers[0].finish_reason == "tool_calls"
 
     settings = AnswerSettings(max_new_tokens=100, schema={"enum": ["yes", "no"]})
     with writing(asking.model, asking.tokenizer, form.turn[1] + '"'):
-        text, calls, _, _ = asking.ask(asked, settings)
+        text, _, calls = asking.answer(asked, settings)
     assert (json.loads(text) in ("yes", "no"), calls) == (True, [])
 
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.cache_argument import passed_cache
 from hf_hybrid_cache.chat import AnswerSettings
 from hf_hybrid_cache.decode_step import fuse_decode
-from hf_hybrid_cache.serve.engine import Answered, Engine
+from hf_hybrid_cache.serve.engine import Answered
 from hf_hybrid_cache.serve.protocol import APIError
+from serve.engines import Asking
+from serve.running import read
 
 from models.byte_tokenizer import model_in
 
@@ -25,18 +26,17 @@ DOCUMENT = "".join(chr(97 + number * number % 23) for number in range(7000)) + "
 CHUNK = 2048
 
 
-class Asked:
+class Asked(Asking):
     """An engine, and the passes of its model: the id of the cache, and the tokens."""
 
     def __init__(self, folder: Path, memory_bytes: int = 2**30):
-        model: Any = AutoModelForCausalLM.from_pretrained(model_in(folder / "model", 2**14, eos_token_id=None))
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        model, tokenizer = read(model_in(folder / "model", 2**14, eos_token_id=None))
         self.log = list[tuple[int, list[int]]]()
         self.before: Callable[[int], object] = lambda _: None  # is called with the tokens of each pass
         model.register_forward_pre_hook(self._note, with_kwargs=True)
-        self.model, self.looks = model, 0
+        self.looks = 0
         store = PrefixStore(folder / "store", identity="notes passes")
-        self.engine = Engine(model, tokenizer, store, memory_bytes=memory_bytes, remark=print, cache="dynamic")
+        super().__init__(model, tokenizer, store, memory_bytes=memory_bytes)
 
     def _note(self, _module: Any, _: Any, inputs: dict[str, Any]) -> None:
         [token_ids] = inputs["input_ids"].tolist()
@@ -44,9 +44,8 @@ class Asked:
         self.log.append((id(passed_cache(inputs)), token_ids))
 
     def ask(self, prompt: str, tokens: int = 5, look: Callable[[], object] = lambda: None) -> tuple[str, Answered]:
-        *pieces, end = self.engine.answer(prompt, AnswerSettings(max_new_tokens=tokens, drafts=0), look)
-        assert isinstance(end, Answered)
-        return "".join(piece.text for piece in pieces if not isinstance(piece, Answered)), end
+        text, end, _ = self.answer(prompt, AnswerSettings(max_new_tokens=tokens, drafts=0), look)
+        return text, end
 
     def until_left(self, prompt: str, others_are_done: threading.Event) -> None:
         """Ask for an answer that goes on until others are done."""
