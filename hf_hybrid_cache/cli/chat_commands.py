@@ -54,7 +54,7 @@ class ChatInput:
     Attributes:
         is_terminal: whether a user types them at a terminal.
         read: reads the text of the next one; raises `EOFError` at the end, and `KeyboardInterrupt` at Ctrl-C.
-        drop: drops what was typed and not read yet; returns whether there was any.
+        drop: drops what was typed since the last one was read; returns whether there was any.
     """
 
     is_terminal: bool
@@ -120,7 +120,8 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
-        from prompt_toolkit.input.typeahead import get_typeahead
+        from prompt_toolkit.input.typeahead import store_typeahead
+        from prompt_toolkit.key_binding import KeyPress
         from prompt_toolkit.output import create_output
         from prompt_toolkit.shortcuts import CompleteStyle
     except ModuleNotFoundError as error:
@@ -140,28 +141,20 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
         output=create_output(shown_on),
     )
 
-    def drop() -> bool:
-        return bool(get_typeahead(session.app.input)) | _drop_typed()
+    def typed() -> list[KeyPress]:
+        """Take what the terminal has of standard input, also of a line that is not ended."""
+        keys = list[KeyPress]()
+        with session.input.raw_mode():
+            while more := session.input.read_keys():
+                keys += more
+            return keys + session.input.flush_keys()
 
-    return session.prompt, drop
+    def read() -> str:
+        text = session.prompt()
+        store_typeahead(session.input, typed())  # before the answer
+        return text
 
-
-def _drop_typed() -> bool:
-    """Drop what the terminal has of standard input, also of a line that is not ended; return whether there was any."""
-    try:
-        import fcntl
-        import termios
-    except ModuleNotFoundError:  # not a POSIX system
-        return False
-    count = bytearray(4)
-    with contextlib.suppress(termios.error, OSError):  # the terminal is gone
-        before = termios.tcgetattr(sys.stdin)
-        # Only so the terminal counts what is not ended.
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ICANON, *before[4:]])
-        fcntl.ioctl(sys.stdin, termios.FIONREAD, count)
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-    return any(count)
+    return read, lambda: bool(typed())
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:
