@@ -275,7 +275,7 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _with_logprobs(self) -> Self:
         if self.given_top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs: true")
+            raise ValueError("top_logprobs goes with logprobs, which nothing asks for")
         return self
 
     @property
