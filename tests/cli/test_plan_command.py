@@ -72,6 +72,19 @@ SAID = {  # in the text of a plan, which has its lines joined, or as a line of i
 
 
 @pytest.mark.parametrize("options", SAID)
+def test_a_plan_says_what_is_recommended_and_on_what_it_rests(options: tuple[str, ...]):
+    printed_lines = printed(*options)
+    text = in_one_line(printed_lines)
+    assert [said for said in SAID[options] if said not in text] == []
+    assert ("expert" in text) == (OLMOE[1] in options)
+    assert ("the default of --context" in text) == ("--context" not in options)
+    if options == tuple(LAPTOP):
+        asked = '--document FILE --question "..."'
+        commands = [f"hf-hybrid-cache generate --model {LAPTOP[1]} {bits}{asked}" for bits in ("", *FEW_BITS)]
+        assert printed_lines.split("\n\n")[1] == commands[0]
+        assert {*commands} < {*printed_lines.splitlines()}
+
+
 @pytest.mark.parametrize(
     "quantized",
     [
@@ -94,19 +107,6 @@ def test_weights_that_another_library_keeps_have_its_sizes(quantized: dict, tmp_
     config.quantization_config = {"quant_method": "mxfp4"}  # which a CPU does not keep
     config.save_pretrained(tmp_path)
     assert "Weights take 7.5 GiB" in in_one_line(printed(*options))
-
-
-def test_a_plan_says_what_is_recommended_and_on_what_it_rests(options: tuple[str, ...]):
-    printed_lines = printed(*options)
-    text = in_one_line(printed_lines)
-    assert [said for said in SAID[options] if said not in text] == []
-    assert ("expert" in text) == (OLMOE[1] in options)
-    assert ("the default of --context" in text) == ("--context" not in options)
-    if options == tuple(LAPTOP):
-        asked = '--document FILE --question "..."'
-        commands = [f"hf-hybrid-cache generate --model {LAPTOP[1]} {bits}{asked}" for bits in ("", *FEW_BITS)]
-        assert printed_lines.split("\n\n")[1] == commands[0]
-        assert {*commands} < {*printed_lines.splitlines()}
 
 
 def test_a_plan_counts_the_passes_that_its_command_reads_a_prompt_in():
