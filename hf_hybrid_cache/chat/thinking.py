@@ -48,31 +48,47 @@ class ThoughtForm:
         """Tokens of the marks, about."""
         return len(self.begin) + len(self.end_ids)
 
+    @property
+    def close(self) -> str:
+        """The mark that ends a thought, without that which begins an answer."""
+        return self.end.removesuffix(self.answer).rstrip()
+
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Yield the pieces of a text without marks, those of the thought as `Thought`; what may begin a mark waits."""
-        held, is_thought, strips = "", True if self.is_open else None, True
+        """
+        Yield the pieces of a text without marks, those of thoughts as `Thought`; what may begin a mark waits.
+
+        A model may think again after a thought; two are parted by an empty line.
+        """
+        held, is_thought, strips, again = "", True if self.is_open else None, True, False
         for piece, is_last in chain(((piece, False) for piece in pieces), [("", True)]):
             held += piece
-            if is_thought is None:
-                is_thought, held = self.begun(held, is_last)
-                strips = is_thought is not False
-            if is_thought is None:
-                yield ""
-                continue
-            if is_thought:
-                thought, mark, after = held.partition(self.end)
-                waiting = 0 if mark or is_last else overlap(held, self.end)
+            while True:
+                if is_thought is None:
+                    is_thought, rest = self.begun(held, is_last)
+                    if is_thought is False and again and self.answer and rest == held:
+                        is_thought = bool(held)  # an answer has the mark that the template writes before it
+                    held = rest
+                    strips = again or is_thought is not False
+                    if is_thought and again:
+                        yield Thought("\n\n")
+                if not is_thought:
+                    break
+                thought, mark, after = held.partition(self.close)
+                waiting = 0 if mark or is_last else overlap(held, self.close)
                 ready = thought[: len(thought) - waiting].rstrip()
                 yield Thought(ready.lstrip() if strips else ready)
                 strips = strips and not ready.strip()
                 held = after if mark else thought[len(ready) :]
                 if not mark:
-                    continue
-                is_thought, strips = False, True
-            held = held.lstrip() if strips else held
-            strips = strips and not held
-            yield held
-            held = ""
+                    break
+                is_thought, again = None, True
+            if is_thought is None:
+                yield ""
+            elif not is_thought:
+                held = held.lstrip() if strips else held
+                strips = strips and not held
+                yield held
+                held = ""
 
     def begun(self, text: str, is_last: bool = False) -> tuple[bool | None, str]:
         """Return whether a text begins with a thought, `None` if more will tell, and the text without the mark."""

@@ -115,7 +115,7 @@ class CallForm:
         cuts = size and thought.end_ids[-size:] == thought.answer_ids
         return replace(
             thought,
-            end=_end_of(thought),
+            end=thought.close,
             end_ids=thought.end_ids[:-size] if cuts else thought.end_ids,
             answer="",
             answer_ids=(),
@@ -300,7 +300,7 @@ def call_form(
     head, middle, after = found
     begin = head.removeprefix(before if head.startswith(before) else before.rstrip())
     if thought and begin.lstrip().startswith(thought.begin):
-        begin = begin.partition(_end_of(thought))[2].lstrip()
+        begin = begin.partition(thought.close)[2].lstrip()
     if not begin.strip():
         return None
     several = _around(turn("", name, other), [name, other], arguments)
@@ -378,11 +378,6 @@ def arguments_text(arguments: object) -> str:
     except (ValueError, RecursionError):
         return ""
     return text if isinstance(value, dict) else ""
-
-
-def _end_of(thought: ThoughtForm) -> str:
-    """Return the mark that ends a thought, without that which begins an answer."""
-    return thought.end.removesuffix(thought.answer).rstrip()
 
 
 def _parts(text: str) -> list[str]:

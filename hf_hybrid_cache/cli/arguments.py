@@ -49,7 +49,12 @@ class Command(TyperCommand):
         try:
             if "--help" not in args:
                 ctx.default_map = _defaults(ctx.parent.command.commands, str(self.name), args)
-            return super().parse_args(ctx, _with_each_value_named(args))
+            ctx.allow_extra_args = True  # what is meant is said here
+            if left := super().parse_args(ctx, _with_each_value_named(args)):
+                takes_documents = any("--document" in each.opts for each in self.params)
+                more = ", and documents come after --document" * takes_documents
+                raise UsageError(f"{left[0]!r} is one argument too many: a text of several words is quoted{more}.")
+            return left
         except UsageError as error:
             raise fail(str(error)) from error
         except typer.BadParameter as error:

@@ -54,12 +54,12 @@ class ChatInput:
     Attributes:
         is_terminal: whether a user types them at a terminal.
         read: reads the text of the next one; raises `EOFError` at the end, and `KeyboardInterrupt` at Ctrl-C.
-        drop: drops what was typed and not read yet; returns whether there was any.
+        drop: drops what was typed since the last one was read, or all; returns whether there was any.
     """
 
     is_terminal: bool
     read: Callable[[], str]
-    drop: Callable[[], bool] = lambda: False
+    drop: Callable[[bool], bool] = lambda _: False
 
     def next_line(self) -> str | None:
         """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
@@ -113,14 +113,15 @@ def _plain_text(say: Callable[[str], None]) -> str:
     return text
 
 
-def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], Callable[[], bool]]:
+def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], Callable[[bool], bool]]:
     """Make `read` and `drop` of an editor at a terminal, with a history in a file that exists, or none for `None`."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
-        from prompt_toolkit.input.typeahead import get_typeahead
+        from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+        from prompt_toolkit.key_binding import KeyPress
         from prompt_toolkit.output import create_output
         from prompt_toolkit.shortcuts import CompleteStyle
     except ModuleNotFoundError as error:
@@ -140,28 +141,23 @@ def _editor(history: Path | None, shown_on: TextIO) -> tuple[Callable[[], str], 
         output=create_output(shown_on),
     )
 
-    def drop() -> bool:
-        return bool(get_typeahead(session.app.input)) | _drop_typed()
+    def typed() -> list[KeyPress]:
+        """Take what the terminal has of standard input, also of a line that is not ended."""
+        keys = list[KeyPress]()
+        with session.input.raw_mode():
+            while more := session.input.read_keys():
+                keys += more
+            return keys + session.input.flush_keys()
 
-    return session.prompt, drop
+    def read() -> str:
+        text = session.prompt()
+        store_typeahead(session.input, typed())  # before the answer
+        return text
 
+    def drop(is_all: bool) -> bool:
+        return bool(typed() + (get_typeahead(session.input) if is_all else []))
 
-def _drop_typed() -> bool:
-    """Drop what the terminal has of standard input, also of a line that is not ended; return whether there was any."""
-    try:
-        import fcntl
-        import termios
-    except ModuleNotFoundError:  # not a POSIX system
-        return False
-    count = bytearray(4)
-    with contextlib.suppress(termios.error, OSError):  # the terminal is gone
-        before = termios.tcgetattr(sys.stdin)
-        # Only so the terminal counts what is not ended.
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ICANON, *before[4:]])
-        fcntl.ioctl(sys.stdin, termios.FIONREAD, count)
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-    return any(count)
+    return read, drop
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:
@@ -184,10 +180,12 @@ class ChatCommands:
         out: receives answers.
         notes: receives remarks.
         weights_text: describes the model's weights; `None` where none are quantized.
-        drop: see `ChatInput`; what is typed during an answer is not asked by mistake.
+        drop: see `ChatInput`; what is typed during an answer is not asked by mistake, nor more where Ctrl-C ends one.
     """
 
-    def __init__(self, chat: "Chat", out: Console, notes: Console, weights_text: str | None, drop: Callable[[], bool]):
+    def __init__(
+        self, chat: "Chat", out: Console, notes: Console, weights_text: str | None, drop: Callable[[bool], bool]
+    ):
         self._chat, self._out, self._notes, self._weights_text = chat, out, notes, weights_text
         self._drop = drop
         self._has_warned = False
@@ -249,8 +247,8 @@ class ChatCommands:
             self._remark(error_text)
         else:
             self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
-        if self._drop():
-            self._remark("what was typed during the answer is dropped")
+        if self._drop(is_ended):
+            self._remark(f"what {'else was typed' if is_ended else 'was typed during the answer'} is dropped")
 
     def _remark_end(self, reason: str) -> None:
         """Remark why an answer ended, unless the model ended it, and warn once of a context that is nearly full."""

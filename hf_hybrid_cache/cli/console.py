@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..errors import HybridCacheError
 
-# Consoles at a terminal whose last line is not ended: a remark then begins with a new one.
+# Consoles whose last line is not ended: a remark that goes where they write begins with a new one.
 _with_open_line = weakref.WeakSet[Console]()
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
@@ -42,15 +42,18 @@ def without_controls(text: str) -> str:
 
 def note(notes: Console, text: str) -> None:
     """Print a remark, without control characters, on a line of its own."""
-    if notes.is_terminal and not notes.quiet:
-        for out in list(_with_open_line):
-            end_line(out)
+    if not notes.quiet:
+        for console in list(_with_open_line):
+            if _have_one_file(console, notes):
+                end_line(console)
     notes.print(_naming_options(without_controls(text)), markup=False, highlight=False, emoji=False, style="dim")
 
 
 def think(notes: Console, piece: str) -> None:
     """Print a piece of a thought among remarks; the empty one at its end parts it from the answer."""
-    notes.print(without_controls(piece or "\n\n"), markup=False, highlight=False, emoji=False, style="dim", end="")
+    text = without_controls(piece or "\n\n")
+    notes.print(text, markup=False, highlight=False, emoji=False, style="dim", end="")
+    _note_end(notes, text)
 
 
 def write(out: Console, text: str) -> None:
@@ -58,14 +61,26 @@ def write(out: Console, text: str) -> None:
     if not out.quiet:
         out.file.write(without_controls(text))  # rich would write spaces for a tab
         out.file.flush()
-        if text and out.is_terminal:
-            (_with_open_line.discard if text.endswith("\n") else _with_open_line.add)(out)
+        _note_end(out, text)
 
 
 def end_line(out: Console) -> None:
-    """End a line, which at a terminal a remark may have ended already."""
-    if not out.is_terminal or out in _with_open_line:
+    """End a line, unless a remark or the text itself has ended it."""
+    if out in _with_open_line:
         write(out, "\n")
+
+
+def _note_end(console: Console, text: str) -> None:
+    """Take note whether the last line of a console is ended after a text."""
+    if text and not console.quiet:
+        (_with_open_line.discard if text.endswith("\n") else _with_open_line.add)(console)
+
+
+def _have_one_file(first: Console, second: Console) -> bool:
+    """Return whether two consoles write to the same terminal, file or pipe."""
+    with contextlib.suppress(OSError, ValueError):  # not files
+        return first.file is second.file or os.path.sameopenfile(first.file.fileno(), second.file.fileno())
+    return False
 
 
 def json_line(value: Any) -> str:

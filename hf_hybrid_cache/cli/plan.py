@@ -7,7 +7,7 @@ import typer
 
 from ..models.shapes import SHAPES, SMOLLM2
 from ..scalars import PREFILL_CHUNK_SIZE, parse_bytes, parse_tokens
-from .console import consoles, exit_codes, note
+from .console import UsageError, consoles, exit_codes, note
 from .options import DType, parsed
 
 # Tokens that a laptop reads in minutes.
@@ -82,6 +82,8 @@ def plan(
         is_gguf = model.lower().endswith(".gguf")  # which is dequantized while it is read
         cost = replace(cost, name=name, comes_quantized=cost.comes_quantized or is_gguf)
         plans = make_plans(cost, tokens or min(DEFAULT_CONTEXT, cost.max_context), machine)
+        if measure and cost.held_bits is not None:
+            raise UsageError("--measure has random weights, which no other library quantizes: drop it.")
         if measure:
             plans = measured_plans(config, cost, plans, lambda each: note(notes, f"measuring {plan_name(each)}"))
         report = Report(cost, machine, plans, is_default_context=tokens is None, dtype=dtype)

@@ -77,7 +77,7 @@ class Report:
         for on_host in (False, True):
             if rows := [each for each in shown if each.experts_on_host == on_host]:
                 write(out, "\nWith experts in host memory:" * on_host + "\n")
-                out.print(_table(rows, 8 * self.cost.dtype.itemsize))
+                out.print(_table(rows, self.cost.held_bits or 8 * self.cost.dtype.itemsize))
         strategies = {each.strategy for each in shown}
         legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
         bits = "W: bits of a weight" + ", of experts" * bool(self.cost.experts.num_bytes) + "."
@@ -156,6 +156,8 @@ class Report:
         cost, machine = self.cost, self.machine
         context = self.plans[0].context
         weights, working, runtime = map(_gibibytes, (cost.weight_bytes, cost.working_bytes(context), RUNTIME_BYTES))
+        if cost.held_bits is not None:
+            weights = f"in {cost.held_bits} bits of another library, which must be there, about {weights}"
         remarks = [
             f"{_gibibytes(machine.device_bytes)} GiB of GPU memory and {_gibibytes(machine.host_bytes)} of host memory "
             f"are there. Weights take {weights} GiB, a chunk of {cost.chunk:,} tokens of the prompt {working}, the "
@@ -166,7 +168,7 @@ class Report:
             remarks.append(f"Experts take {_gibibytes(experts.total_bytes())} GiB, other weights {others}.")
         if layers := {plan.measured.layers for plan in self.plans if plan.measured is not None}:
             remarks.append(f"Times were measured here, beside whatever else runs, with {max(layers)} of the layers.")
-        else:
+        elif cost.held_bits is None:
             remarks.append("No times were measured: --measure does it, on this machine, in some 20 seconds a plan.")
         if not cost.shapes:
             remarks.append("No layer has full attention over the whole context: these caches save no memory.")

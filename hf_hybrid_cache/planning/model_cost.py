@@ -114,6 +114,8 @@ class ModelCost:
         name: for messages and code.
         dtype: of weights, keys and values.
         weight_bytes: of all weights, experts included.
+        held_bits: of a weight that another library holds quantized; its bytes are then about those of ours. `None` for
+            weights of `dtype`.
         quantized_weights: sizes of the quantized weights, by bits; empty where no weight can be quantized.
         comes_quantized: whether its files are quantized by another library; they are dequantized while they are loaded.
         max_context: the most tokens that the model can attend to.
@@ -130,6 +132,7 @@ class ModelCost:
     name: str
     dtype: torch.dtype
     weight_bytes: int
+    held_bits: int | None
     quantized_weights: Mapping[int, QuantizedWeights]
     comes_quantized: bool
     max_context: int
@@ -212,10 +215,16 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
     # `HybridCache` chooses the layers that it replaces by the same type.
     ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
+    weight_bytes, held_bits = sum(weight.nbytes for weight in model.parameters()), _held_bits(config)
+    if held_bits in quantized:  # nobody can quantize them again, nor move their experts
+        weight_bytes, quantized, experts = quantized[held_bits].num_bytes, {}, ExpertsCost()
+    else:
+        held_bits = None
     return ModelCost(
         name=name,
         dtype=dtype,
-        weight_bytes=sum(weight.nbytes for weight in model.parameters()),
+        weight_bytes=weight_bytes,
+        held_bits=held_bits,
         quantized_weights=quantized,
         comes_quantized=getattr(config, "quantization_config", None) is not None,
         max_context=max_context,
@@ -228,6 +237,14 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         least_working_bytes=first.peak_bytes,
         working_bytes_line=(last.peak_bytes - slope * longest, slope),
     )
+
+
+def _held_bits(config: PreTrainedConfig) -> Any:
+    """The bits of a weight that a config names as GPTQ, AWQ and bitsandbytes do, which keep them; `None` for others."""
+    given: Any = getattr(config, "quantization_config", None) or {}
+    named = given if isinstance(given, Mapping) else given.to_dict()
+    switched_on = (bits for bits in WEIGHT_BITS if named.get(f"load_in_{bits}bit"))
+    return next(switched_on, named.get("bits", named.get("w_bit")))
 
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:

@@ -407,7 +407,8 @@ def _as_told(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
-        return APIError(error.status_code, f"{error.detail}.")
+        what = "Nothing is here: this server has OpenAI's API, such as /v1/chat/completions"
+        return APIError(error.status_code, f"{what if error.status_code == 404 else error.detail}.")
     if isinstance(error, ClientDisconnect):
         return APIError(499, "The client has left.")
     identifier = uuid.uuid4().hex[:12]

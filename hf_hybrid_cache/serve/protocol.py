@@ -275,7 +275,7 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _with_logprobs(self) -> Self:
         if self.given_top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs: true")
+            raise ValueError("top_logprobs goes with logprobs, which nothing asks for")
         return self
 
     @property
@@ -408,7 +408,8 @@ def parsed(
                 message = f"{name!r} is not supported: leave it out, or start the server with --lenient."
                 raise APIError(400, message, "unsupported_parameter", name) from error
             where = repr(name) if name else "The request"
-            raise APIError(400, f"{where} is wrong: {errors[0]['msg']}.", "invalid_value", name or None) from error
+            why = errors[0]["msg"].removeprefix("Value error, ")  # pydantic's words for any ValueError
+            raise APIError(400, f"{where} is wrong: {why}.", "invalid_value", name or None) from error
 
 
 def _unsupported(error: ErrorDetails) -> tuple[int | str, ...]:

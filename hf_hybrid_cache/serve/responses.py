@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasPath, Field, field_validator, model_validator
 
 from ..chat import Answer, Call, Thought
-from .logprobs import Piece
+from .logprobs import Piece, chat_form
 from .protocol import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -27,6 +27,8 @@ from .protocol import (
     usage_of,
 )
 
+_LOGPROBS = "message.output_text.logprobs"
+
 
 class _Item(Strict):
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
@@ -39,6 +41,7 @@ class _Item(Strict):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+    _call: ToolCall
 
     @model_validator(mode="before")
     @classmethod
@@ -56,7 +59,8 @@ class _Item(Strict):
         if self.type == "message" and not self.content and self.role != "assistant":
             raise ValueError("only an assistant's message may have no content")
         if self.type == "function_call":
-            Called.model_validate({"name": self.name, "arguments": self.arguments})
+            called = Called.model_validate({"name": self.name, "arguments": self.arguments})
+            self._call = ToolCall(id=str(self.call_id), function=called)
         return self
 
 
@@ -88,13 +92,18 @@ class ResponseRequest(ChatRequest):
     response_format: _Format = Field(_Format(type="text"), validation_alias=AliasPath("text", "format"))
     reasoning_effort: Effort | None = Field(None, validation_alias=AliasPath("reasoning", "effort"))
     n: Literal[1] = 1
-    logprobs: Literal[False] = False
     store: bool = False
     include: tuple[str, ...] = ()
     truncation: Literal["auto", "disabled"] = "disabled"
     background: Literal[False] = False
     tools: Annotated[list[_Function], Field(max_length=MOST_TOOLS)] = Field([])  # type: ignore[assignment]
     tool_choice: Literal["none", "auto", "required"] | _Chosen = "auto"  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_included(cls, given: Any) -> Any:
+        include = given.get("include") if isinstance(given, dict) else None
+        return given | {"logprobs": True} if isinstance(include, list) and _LOGPROBS in include else given
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -123,9 +132,7 @@ class ResponseRequest(ChatRequest):
             elif each.type == "function_call":
                 if not said or said[-1].role != "assistant":
                     said.append(ChatMessage(role="assistant"))
-                function = {"name": each.name, "arguments": each.arguments}
-                call = ToolCall.model_validate({"id": each.call_id, "function": function})
-                said[-1] = said[-1].model_copy(update={"tool_calls": [*said[-1].tool_calls, call]})
+                said[-1] = said[-1].model_copy(update={"tool_calls": [*said[-1].tool_calls, each._call]})
         return said
 
 
@@ -166,7 +173,10 @@ class ResponseForm:
         yield from self._open("reasoning" if isinstance(piece.text, Thought) else "message")
         [part] = self._output[-1]["content"]
         part["text"] += piece.text
-        yield self._of_part(f"{part['type']}.delta", delta=piece.text, logprobs=[])
+        rows = chat_form(piece.tokens)["content"]
+        if rows:
+            part["logprobs"] += rows
+        yield self._of_part(f"{part['type']}.delta", delta=piece.text, logprobs=rows)
 
     def last(self, answers: Sequence[Answer], cached_tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the events after the last piece."""
@@ -226,7 +236,7 @@ class ResponseForm:
         """End the last item."""
         item = self._output[-1]
         [part], item["status"] = item["content"], status
-        yield self._of_part(f"{part['type']}.done", text=part["text"], logprobs=[])
+        yield self._of_part(f"{part['type']}.done", text=part["text"], logprobs=part.get("logprobs", []))
         yield self._of_part("content_part.done", part=part)
         yield self._of_item("done", item)
 

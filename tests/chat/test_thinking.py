@@ -181,6 +181,18 @@ def test_parts_of_a_text_are_the_same_however_it_is_cut(name: str, thought: str,
     assert "".join(part for part in parts if not isinstance(part, Thought)) == answer.lstrip()
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_thought_after_a_thought_is_no_part_of_the_answer(name: str):
+    template, form = ChatTemplate(model_of(name)[1]), FORMS[name]
+    texts = [f"Hm.{template.thought.close}{form.begin or template.thought.begin}Or?{form.end}Ada."]
+    if template.thought.answer:  # what is neither a thought nor an answer
+        texts.append(f"Hm.{template.thought.close}Or?{form.end}Ada.")
+    for text in texts:
+        parts = list(template.thought.parts(form.begin + text))
+        assert "".join(part for part in parts if isinstance(part, Thought)) == "Hm.\n\nOr?"
+        assert "".join(part for part in parts if not isinstance(part, Thought)) == "Ada."
+
+
 def test_template_that_marks_no_thought_has_none():
     tokenizer = tokenizer_of("Qwen3")
     plain = "{% for m in messages %}{{ m.role }}: {{ m.thinking }} {{ m.content }}\n{% endfor %}assistant:"

@@ -29,7 +29,9 @@ while True:
     while typed in ("read", "answer") and not Path(sys.argv[2]).exists():
         time.sleep(0.01)
     if typed == "answer":
-        print("dropped", lines.drop(), lines.drop())
+        print("dropped", lines.drop(False), lines.drop(False))
+    if typed == "ended":
+        print("dropped all", lines.drop(True))
 """
 
 
@@ -73,8 +75,9 @@ def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path
         terminal.wait_for(given("/document a.txt"))
         terminal.enter("read")
         terminal.wait_for(given("read"))
-        terminal.type("early\nanswer\n")
-        terminal.wait_for("answer")  # the terminal has them
+        later = [f"later {number} {'.' * 90}" for number in range(30)]  # more than is read at once
+        terminal.type("\n".join(["early", "answer", *later, "at l"]))
+        terminal.wait_for("at l")  # the terminal has them
         (tmp_path / "go").touch()
         terminal.wait_for(given("early"))
         (tmp_path / "go").unlink()
@@ -83,6 +86,12 @@ def test_ctrl_c_clears_a_line_early_keys_are_kept_and_ctrl_d_ends(tmp_path: Path
         terminal.wait_for("still too early")
         (tmp_path / "go").touch()
         terminal.wait_for("dropped True False")
+        for text in later:
+            terminal.wait_for(given(text))
+        terminal.enter("ast")
+        terminal.wait_for(given("at last"))
+        terminal.enter(ENTER.join(["ended", "never", "asked"]))
+        terminal.wait_for("dropped all True")
         terminal.enter(ENTER.join(['"""', "/a", "b", '"""']))
         assert "given" not in terminal.wait_for(given('"""\n/a\nb\n"""'))
         terminal.wait_for(PROMPT)

@@ -33,6 +33,8 @@ MISTAKES = {
     ASKED
     + "--document https:/a.org": "https:/a.org: of addresses those of http and https are read, and they begin with "
     "https://",
+    "generate a.txt Who?": "'Who?' is one argument too many: a text of several words is quoted, and documents come",
+    "store a b c": "'b' is one argument too many: a text of several words is quoted.",
     "generate https:/a.org": "https:/a.org is an address: ask about it by --document",
     "generate https://a.org": "https://a.org is an address: ask about it by --document",
     ASKED + "--document file:///a.txt": "file:///a.txt: of addresses those of http and https are read, not of file.",

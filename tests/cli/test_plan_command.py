@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_hybrid_cache.models.shapes import SHAPES
 from hf_hybrid_cache.planning.candidates import BITS
 from hf_hybrid_cache.scalars import PREFILL_CHUNK_SIZE
 
-from .commands import run
+from .commands import error_of, run
 from models.gguf_files import write_gguf
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -82,6 +83,30 @@ def test_a_plan_says_what_is_recommended_and_on_what_it_rests(options: tuple[str
         commands = [f"hf-hybrid-cache generate --model {LAPTOP[1]} {bits}{asked}" for bits in ("", *FEW_BITS)]
         assert printed_lines.split("\n\n")[1] == commands[0]
         assert {*commands} < {*printed_lines.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": "awq", "w_bit": 4},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False},
+    ],
+)
+def test_weights_that_another_library_keeps_have_its_sizes(quantized: dict, tmp_path: Path):
+    config = SHAPES["Qwen/Qwen3-4B"]()
+    config.quantization_config = quantized
+    config.save_pretrained(tmp_path)
+    options = ("--model", str(tmp_path), "--context", "32K", *CARD)
+    text = in_one_line(printed(*options))
+    assert "Recommended: weights, keys and values as they are (offloaded, GPU + host). It takes 7.3 GiB of GPU" in text
+    assert "Weights take in 4 bits of another library, which must be there, about 2.5 GiB" in text
+    assert "--weights" not in text
+    assert {each["weights"] for each in plans_of(*options)["plans"]} == {None}
+    assert "drop it" in error_of("plan", *options, "--measure")
+    config.quantization_config = {"quant_method": "mxfp4"}  # which a CPU does not keep
+    config.save_pretrained(tmp_path)
+    assert "Weights take 7.5 GiB" in in_one_line(printed(*options))
 
 
 def test_a_plan_counts_the_passes_that_its_command_reads_a_prompt_in():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hf_hybrid_cache import HostMemoryError
 from hf_hybrid_cache.cli import let_waiting_threads_sleep
-from hf_hybrid_cache.cli.console import consoles, end_line, exit_codes, note, write
+from hf_hybrid_cache.cli.console import consoles, end_line, exit_codes, note, think, write
 from hf_hybrid_cache.errors import HybridCacheError
 
 from .terminals import Terminal
@@ -123,19 +123,21 @@ def test_an_error_that_a_user_can_help_is_a_line_and_an_exit_code(capsys: pytest
     assert capsys.readouterr().err == "warning: Decode steps are slow.\n"
 
 
-def test_a_remark_within_an_answer_is_on_a_line_of_its_own():
-    screen = io.StringIO()
-    out, notes = (Console(file=screen, force_terminal=True, color_system=None) for _ in range(2))
-    for text in ("Ada", " did"):
-        write(out, text)
-    note(notes, "not kept")
-    end_line(out)
-    note(notes, "ended")
-    end_line(out)
-    assert screen.getvalue() == "Ada did\nnot kept\nended\n"
-    piped = Console(file=io.StringIO())
-    end_line(piped)
-    assert piped.file.getvalue() == "\n"
+def test_a_remark_within_an_answer_is_on_a_line_of_its_own(tmp_path: Path):
+    path = tmp_path / "log"
+    with path.open("a") as log, path.open("a") as same, (tmp_path / "other").open("w+") as other:
+        out, notes, elsewhere = (Console(file=file, color_system=None) for file in (log, same, other))
+        think(notes, "Who")
+        note(notes, "went on")
+        for text in ("Ada", " did"):
+            write(out, text)
+        note(elsewhere, "read")
+        note(notes, "not kept")
+        end_line(out)
+        note(notes, "ended")
+        end_line(out)
+        assert path.read_text() == "Who\nwent on\nAda did\nnot kept\nended\n"
+        assert (tmp_path / "other").read_text() == "read\n"
 
 
 def test_remarks_are_plain_where_no_color_is_wanted(monkeypatch: pytest.MonkeyPatch):

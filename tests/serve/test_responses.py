@@ -61,6 +61,21 @@ def test_a_streamed_response_is_the_whole_one(server: Running):
     assert (whole.output_text, whole.status) == ('"abc"', "completed")
 
 
+def test_logprobs_of_a_response_are_those_of_a_chat(server: Running):
+    options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    [choice] = server.ask([user(QUESTION)], logprobs=True, top_logprobs=3).choices
+    told = [each.model_dump() for each in choice.logprobs.content]
+    [item] = respond(server, QUESTION, **options).output
+    assert [each.model_dump() for each in item.content[0].logprobs] == told
+    events = [*respond(server, QUESTION, stream=True, **options)]
+    streamed = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    assert [each.logprob for each in streamed] == [each["logprob"] for each in told]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [each.token for each in done.logprobs] == [each["token"] for each in told]
+    [item] = respond(server, QUESTION, include=["reasoning.encrypted_content"]).output
+    assert item.content[0].logprobs == []
+
+
 def test_a_response_is_parsed_as_a_class_of_pydantic(server: Running):
     parsed = server.client.responses.parse(model=server.model, input=QUESTION, text_format=Signed, max_output_tokens=99)
     assert isinstance(parsed.output_parsed, Signed)

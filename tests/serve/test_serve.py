@@ -317,12 +317,15 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
             ({"messages": [user("")] * (2**14 + 1)}, "'messages' is wrong: List should have at most 16384"),
             ({"model": "gpt"}, "There is no model 'gpt'"),
             ({"min_tokens": 3}, "'min_tokens' is not supported: leave it out, or start the server with --lenient."),
-            ({"messages": [{"role": "user", "content": None}]}, "only an assistant's or a tool's message may"),
+            (
+                {"messages": [{"role": "user", "content": None}]},
+                "is wrong: only an assistant's or a tool's message may",
+            ),
             ({"temperature": 2.1}, "'temperature' is wrong: Input should be less than or equal to 2"),
             ({"chat_template_kwargs": {"chat_template": "x"}}, "has no place for chat_template"),
         ]
     ),
-    ({"method": "GET", "url": "/files"}, 404, ""),
+    ({"method": "GET", "url": "/files"}, 404, "such as /v1/chat/completions"),
     ({"method": "GET", "url": "/models/gpt"}, 404, "There is no model 'gpt'"),
     ({"method": "GET", "url": "/completions"}, 405, ""),
     ({"method": "POST", "url": "/completions", "content": b" " * MOST_BYTES + b" "}, 413, ""),
