@@ -93,9 +93,14 @@ class WholeSteps:
         return True
 
     def num_alike(self, other: "WholeSteps") -> int:
-        """Return how many first tokens have the same keys and values in another cache, where each has one sequence."""
+        """
+        Return how many first tokens of the records have the same keys and values in another cache.
+
+        They are none where a cache has several sequences, or its records begin after a prefix.
+        """
         one, another = self._cache(), other._cache()
-        if one is None or another is None or {store.shape.batch for store in (*self.stores, *other.stores)} != {1}:
+        batches = {store.shape.batch for store in (*self.stores, *other.stores)}
+        if one is None or another is None or batches != {1} or self.prefixes or other.prefixes:
             return 0
         return one._contents.num_alike(another._contents)
 

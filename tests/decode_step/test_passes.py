@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers.cache_utils import DynamicCache
@@ -185,14 +185,19 @@ def test_caches_of_one_document_attend_to_it_at_once_with_the_bits_of_each_alone
     fused = fuse_decode(model)
 
     @settings(max_examples=8)
-    @given(readers(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
-    def check(asked: tuple[int, list[int], str], lengths: list[int]) -> None:
+    @given(readers(), st.lists(st.integers(1, 3), min_size=5, max_size=5), st.booleans())
+    @example((449, [200, 190, 180], "8 bits"), [1] * 5, True)
+    @example((449, [200, 190, 180], "full precision"), [1] * 5, True)
+    def check(asked: tuple[int, list[int], str], lengths: list[int], are_continued: bool) -> None:
         num_tokens, questions, kind = asked
         document = CACHES[kind](model.config)
         pass_of(model, document, random_prompt(1, num_tokens), padded([num_tokens]))
         contents_of(document).note_keys(b"a store", np.arange(num_tokens, dtype=np.uint32))
         caches = [copy.deepcopy(document) for _ in questions]
         for seed, (cache, length) in enumerate(zip(caches, questions, strict=True)):
+            if are_continued:  # one of two continuations of the document, which is a prefix now
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.tensor([0]))
             pass_of(model, cache, random_prompt(1, length, seed), padded([num_tokens + length]))
         alone = copy.deepcopy(caches)
         for step in range(3):
