@@ -1,6 +1,8 @@
 """Making the layers of a new cache, with all arguments checked."""
 
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +45,8 @@ def new_contents(
         raise ValueError(f"codec names layers {unknown}; the model's full-attention layers are {ours}.")
     windows = {index: window for index, layer in enumerate(layers) if (window := window_of(layer)) is not None}
     capacity = InitialCapacity.expecting(max_length, getattr(text_config, "max_position_embeddings", None))
+    if not ours and not windows:
+        _warn_of_nothing_to_do(layers)
     stores = LayerStores(placement, capacity, ours, windows, codecs, text_config, peers)
     for index in ours:
         layers[index] = HybridLayer(index, stores)
@@ -74,3 +78,16 @@ def _checked_placement(placement: Placement, peers: Peers | None) -> Placement:
             "and cpu_decode unless it is True."
         )
     return placement if peers is None or placement.cpu_decode else replace(placement, cpu_decode=True)
+
+
+def _warn_of_nothing_to_do(layers: Iterable[object]) -> None:
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+    # The warning is of who makes the cache, by whichever class.
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        "No layer of this model attends to its whole context, or to a window of it: its layers are transformers' own "
+        f"({kinds}), and this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
+        stacklevel=level,
+    )

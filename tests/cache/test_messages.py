@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from hf_hybrid_cache import (
     HostMemoryError,
     HybridCache,
     HybridCacheError,
+    OffloadedHybridCache,
     QuantizedHybridCache,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from models.tiny_models import random_prompt, tiny_model
+from models.tiny_models import qwen3_next, random_prompt, tiny_model
 
 
 @torch.no_grad()
@@ -50,6 +52,17 @@ def test_a_cache_says_what_it_is_in_one_line():
     assert repr(QuantizedHybridCache(tiny_model("gemma3").config, bits={1: 8})) == (
         "QuantizedHybridCache(1 layer of 8 bits, 1 layer in full precision, 2 with a window; empty)"
     )
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, HybridCache])
+def test_a_cache_that_changes_nothing_says_so_where_it_is_made(make: type[HybridCache]):
+    with pytest.warns(UserWarning, match="No layer .* window of it.* DynamicCache does the same") as found:
+        make(qwen3_next(layer_types=["linear_attention"] * 4))
+    assert [warning.filename for warning in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for family in ("llama", "gemma3", "gemma4_shared", "mistral_sliding", "qwen3_next"):
+            make(tiny_model(family).config)
 
 
 def test_a_file_of_another_type_goes_on_with_more_digits_or_says_how(tmp_path: Path):
