@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from fractions import Fraction
 from itertools import groupby
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Tokens of a prompt in a forward pass: enough for the weights' products, and so few that their activations are little
 # beside a cache.
@@ -123,3 +126,10 @@ def ranges_text(numbers: Iterable[int], separator: str = ",") -> str:
     """Return numbers as text such as `0-3,8`, in order."""
     runs = ([each for _, each in run] for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0]))
     return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def num_common_keys(one: "np.ndarray", other: "np.ndarray") -> int:
+    """Return with how many equal numbers two arrays begin, `[tokens]`."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length

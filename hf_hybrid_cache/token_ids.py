@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 TokenIds = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -50,10 +49,3 @@ def num_common(one: list[int], other: list[int]) -> int:
     if one[:most] == other[:most]:  # much faster than looking at each
         return most
     return next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-
-
-def num_common_keys(one: np.ndarray, other: np.ndarray) -> int:
-    """Return with how many equal numbers two arrays begin, `[tokens]`."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length

@@ -11,8 +11,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..layers import HybridLayer, LayerStores, move_tensors_of, tensors_of
+from ..scalars import num_common_keys
 from ..storage import require_host_bytes
-from ..token_ids import num_common_keys
 from .checkpoints import Checkpoint
 
 

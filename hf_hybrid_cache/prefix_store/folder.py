@@ -20,9 +20,8 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from ..files.tensor_file import CacheFileError, Section
-from ..scalars import bytes_text
+from ..scalars import bytes_text, num_common_keys
 from ..system.durable_files import sync_folder
-from ..token_ids import num_common_keys
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import end_digests, identity_digest
 from .node_files import VERSION, Head, Node, Nodes, begin, require_damage

@@ -12,8 +12,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..cache import HybridCache, contents_of
 from ..layers import HybridLayer, tensors_of
 from ..processes import Agreement
+from ..scalars import num_common_keys
 from ..storage import GRANULE
-from ..token_ids import num_common_keys
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
 from .folder import Folder, Match
 from .keys import end_digests, identity_digest, num_read_tokens, token_ids_of

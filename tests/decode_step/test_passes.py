@@ -180,7 +180,7 @@ def readers(draw: st.DrawFn) -> tuple[int, list[int], str]:
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, 4)])
-def test_caches_of_one_document_attend_to_it_at_once_with_the_bits_of_each_alone(dtype: torch.dtype, bits: int | None):
+def test_caches_of_one_document_attend_at_once_with_the_bits_of_each(dtype: torch.dtype, bits: int | None):
     model = made_at_random("Llama", dtype, bits, **ODD)
     fused = fuse_decode(model)
 
