@@ -166,6 +166,7 @@ class Turns:
             if not each.inputs:
                 self._go_on(each, partial(next, each.steps))
                 each.joins = repeats_rows(model)
+        self._tell_all()  # of first tokens, before a pass
         for group in _groups([each for each in going if each.inputs]):
             start = time.perf_counter()
             try:
@@ -177,10 +178,13 @@ class Turns:
             seconds = time.perf_counter() - start
             for each, out in zip(group, outs, strict=True):
                 self._go_on(each, partial(each.steps.send, (out, seconds)))
+        self._tell_all()
+        return [each for each in going if each.inputs]
+
+    def _tell_all(self) -> None:
         told, self._told = self._told, []
         for call in told:
             call()
-        return [each for each in going if each.inputs]
 
     def _go_on(self, going: _Going, step: Callable[[], dict[str, Any]]) -> None:
         """Let an answer take a step, after which it waits for another pass, or has ended."""

@@ -17,8 +17,9 @@ SURE = 2**31
 _LENGTHS, _CHANCES = (0, 3, 4, 5, 8, 12, 16, SURE), (0.4, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
 # What is known first counts as so many tokens; a token counts less with each that follows.
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
-# A row more of a pass takes so much of a step, before any is measured.
-_ROW = 0.2
+# A row more of a pass takes so much of a step, before any is measured. It counts as three passes: after one that has
+# waited, of which the median were the mean of both, nothing would be drafted again, and so no other one measured.
+_ROWS = (0.2, 0.2, 0.2)
 # Passes whose median is the time of one, and how many times as long as expected one with a draft counts at most.
 _PASSES, _LONGEST = 9, 1.5
 
@@ -58,7 +59,7 @@ class DraftLength:
 
     def __init__(self) -> None:
         self._credit = _FIRST_CREDIT
-        self._steps, self._rows = deque[float](maxlen=_PASSES), deque([_ROW], maxlen=_PASSES)
+        self._steps, self._rows = deque[float](maxlen=_PASSES), deque(_ROWS, maxlen=_PASSES)
         self._known = [(_FIRST_WEIGHT * chance, _FIRST_WEIGHT) for chance in _CHANCES]
 
     def tokens(self, match_length: int, most: int) -> int:

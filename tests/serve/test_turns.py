@@ -3,16 +3,19 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from starlette.requests import ClientDisconnect
 
-from hf_hybrid_cache import PrefixStore
-from hf_hybrid_cache.cache_argument import passed_cache
+from hf_hybrid_cache import DynamicHybridCache, PrefixStore
+from hf_hybrid_cache.cache_argument import cache_argument, passed_cache
 from hf_hybrid_cache.chat import AnswerSettings
+from hf_hybrid_cache.chat.turns import Steps, Turns
 from hf_hybrid_cache.decode_step import fuse_decode
 from hf_hybrid_cache.serve.engine import Answered
 from hf_hybrid_cache.serve.protocol import APIError
@@ -210,3 +213,20 @@ def test_tokens_of_several_answers_come_in_one_pass_as_each_alone(asked: Asked):
     assert [end.answers[0].token_ids for end in ends] == [
         asked.ask(prompt, 70)[1].answers[0].token_ids for prompt in prompts
     ]
+
+
+@torch.no_grad()
+def test_a_token_is_told_before_the_pass_for_the_next_one(asked: Asked):
+    cache, told, known = DynamicHybridCache(asked.model.config), list[int](), list[list[int]]()
+    asked.before = lambda _: known.append([*told])
+    turns = Turns(asked.model)
+
+    def steps() -> Steps:
+        asked.model(input_ids=torch.tensor([[65] * 20]), **cache_argument(cache))
+        for token in (66, 67):
+            turns.tell(partial(told.append, token))
+            yield {"input_ids": torch.tensor([[token]]), **cache_argument(cache)}
+
+    turns.run(steps()).result()
+    turns.end()
+    assert known == [[], [66], [66, 67]]
