@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import deque
-from statistics import median
+from statistics import median, median_low
 
 from ..scalars import MOST_ROWS, checked_integer
 
@@ -17,10 +17,10 @@ SURE = 2**31
 _LENGTHS, _CHANCES = (0, 3, 4, 5, 8, 12, 16, SURE), (0.4, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0)
 # What is known first counts as so many tokens; a token counts less with each that follows.
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
-# A row more of a pass takes so much of a step, before any is measured. It counts as three passes: after one that has
-# waited, of which the median were the mean of both, nothing would be drafted again, and so no other one measured.
-_ROWS = (0.2, 0.2, 0.2)
-# Passes whose median is the time of one, and how many times as long as expected one with a draft counts at most.
+# A row more of a pass takes so much of a step, before any is measured.
+_ROW = 0.2
+# Passes whose median is the time of one, of two the lower one: after a first one that has waited, nothing would be drafted
+# again, and so no other measured. And how many times as long as expected one with a draft counts at most.
 _PASSES, _LONGEST = 9, 1.5
 
 
@@ -59,7 +59,7 @@ class DraftLength:
 
     def __init__(self) -> None:
         self._credit = _FIRST_CREDIT
-        self._steps, self._rows = deque[float](maxlen=_PASSES), deque(_ROWS, maxlen=_PASSES)
+        self._steps, self._rows = deque[float](maxlen=_PASSES), deque([_ROW], maxlen=_PASSES)
         self._known = [(_FIRST_WEIGHT * chance, _FIRST_WEIGHT) for chance in _CHANCES]
 
     def tokens(self, match_length: int, most: int) -> int:
@@ -72,7 +72,7 @@ class DraftLength:
         """
         if len(self._steps) < 2:  # the first one has more to do
             return 0
-        row = median(self._rows)
+        row = median_low(self._rows)
         best, best_rate, expected, chance = 0, 1.0, 1.0, 1.0
         for number in range(1, most + 1):
             if number * row > self._credit:
@@ -99,7 +99,7 @@ class DraftLength:
         """Note the time of a pass with a draft, and with that of taking tokens back."""
         steps = seconds / (median(self._steps) or 1.0)
         self._rows.append(max(0.0, steps - 1) / drafted)
-        steps = min(steps, _LONGEST * (1 + drafted * median(self._rows)))
+        steps = min(steps, _LONGEST * (1 + drafted * median_low(self._rows)))
         self._earn((1 + accepted) * (1 + _CREDIT_A_TOKEN) - steps)
 
     def _earn(self, steps: float) -> None:

@@ -74,3 +74,15 @@ def test_drafts_become_longer_where_they_are_accepted_and_end_elsewhere():
         rule.note_draft(5, 5, 2)
     assert rule.tokens(3, 15) == 0 < first < rule.tokens(16, 15) == 15
     assert rule.tokens(16, 4) == 4
+
+
+def test_a_first_pass_that_has_waited_does_not_end_drafts():
+    rule = DraftLength()
+    for _ in range(3):
+        rule.note_step(1)
+        rule.note_prediction(16, True)
+    rule.note_draft(1, 1, 5)
+    for _ in range(100):
+        rule.note_step(1)
+        rule.note_prediction(16, True)
+    assert rule.tokens(16, 15) > 1
