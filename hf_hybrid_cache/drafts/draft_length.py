@@ -19,8 +19,8 @@ _LENGTHS, _CHANCES = (0, 3, 4, 5, 8, 12, 16, SURE), (0.4, 0.3, 0.4, 0.55, 0.7, 0
 _FIRST_WEIGHT, _FADING = 4.0, 0.95
 # A row more of a pass takes so much of a step, before any is measured.
 _ROW = 0.2
-# Passes whose median is the time of one, of two the lower one: after a first one that has waited, nothing would be drafted
-# again, and so no other measured. And how many times as long as expected one with a draft counts at most.
+# Passes whose median is the time of one, and how many times as long as expected one with a draft counts at most. Of two
+# the lower one is taken: after a first one that has waited nothing would be drafted again, and no other measured.
 _PASSES, _LONGEST = 9, 1.5
 
 
