@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,9 +13,6 @@ from ..files import CacheFile, CacheFileError, save_layers
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids, first_difference
 from .contents import Contents
-
-if TYPE_CHECKING:
-    from .hybrid_cache import HybridCache
 
 # The weights are not among them: two models that were trained from one config cannot be told apart.
 _TRAITS = (
@@ -127,7 +124,7 @@ def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds |
 
 
 def take(
-    cache: "HybridCache", file: CacheFile, device: torch.device | str | None, mmap: bool = False, verify: bool = True
+    cache: Any, file: CacheFile, device: torch.device | str | None, mmap: bool = False, verify: bool = True
 ) -> None:
     """Put what a file holds into an empty cache, which has its codecs; see `HybridCache.load` for the errors."""
     file.fill(cache.layers, device, mmap, verify)
@@ -136,7 +133,7 @@ def take(
 
 
 def fill_from_file(
-    cache: "HybridCache",
+    cache: Any,
     path: str | os.PathLike[str],
     config: PreTrainedConfig,
     device: torch.device,

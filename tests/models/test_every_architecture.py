@@ -48,8 +48,8 @@ READS |= dict.fromkeys(("TrOCRConfig", "XGLMConfig", "YoutuConfig"), "aten.view"
 READS |= dict.fromkeys(("GraniteSWAConfig", "GraniteMoeSWAConfig"), "aten.logsumexp")
 READS |= {"XLMConfig": "aten.masked_fill_", "JetMoeConfig": "aten.repeat", "DiffLlamaConfig": "aten.split"}
 READS |= {"DogeConfig": "aten.transpose"}
-# Its layers return their scores whether or not they are asked for, and the loop keeps them into the next layer.
-READS |= {"RemBertConfig": "output_attentions"}
+# Their layers return their scores whether or not they are asked for, and the loop keeps them into the next layer.
+READS |= dict.fromkeys(("MegatronBertConfig", "RemBertConfig", "RoFormerConfig"), "output_attentions")
 # Puts 32 tokens of its own before a prompt, and so many are rounded to 8 bits unless kernels are exact.
 MORE_TOKENS = {"CpmAntConfig"}
 # The scores that choose experts are close to each other in these.
