@@ -124,7 +124,8 @@ class StoredBlocks:
             other: of a sequence that begins with the same tokens.
             num_tokens: how many these are.
         """
-        if self.hidden or other.hidden or not _are_alike(self._form, other._form):
+        forms_are_equal = len(self._form) == len(other._form) and all(map(np.array_equal, self._form, other._form))
+        if self.hidden or other.hidden or not forms_are_equal:
             return 0
         first = self._form[0] if self._form else 0
         blocks = [each.quantized_blocks if self._form else each.blocks_seen for each in (self, other)]
@@ -139,11 +140,3 @@ class StoredBlocks:
 
 
 _NUM_TOKENS, _HIDDEN = (Stored._fields.index(name) for name in ("num_tokens", "hidden"))
-
-
-def _are_alike(one: tuple, other: tuple) -> bool:
-    """Return whether what codes of two records mean is the same: layouts, and arrays with their numbers."""
-    return len(one) == len(other) and all(
-        np.array_equal(a, b) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else a is b or a == b
-        for a, b in zip(one, other, strict=True)
-    )
