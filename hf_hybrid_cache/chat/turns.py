@@ -182,6 +182,7 @@ class Turns:
         return [each for each in going if each.inputs]
 
     def _tell_all(self) -> None:
+        """Call what was to be told so far."""
         told, self._told = self._told, []
         for call in told:
             call()

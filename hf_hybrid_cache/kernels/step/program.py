@@ -108,7 +108,6 @@ class _Asked(NamedTuple):
 
     Attributes:
         prefix: which call of the layer is for tokens before these; `None` for none.
-        follows_prefix: whether masks have the tokens of that call apart, see `Seen`.
         shared_parts: parts that the sequence shares with others, which are those of the call or come before them.
     """
 
@@ -118,8 +117,12 @@ class _Asked(NamedTuple):
     length: int
     is_prefix: bool = False
     prefix: int | None = None
-    follows_prefix: bool = False
     shared_parts: int = 0
+
+    @property
+    def follows_prefix(self) -> bool:
+        """Whether masks have the tokens before these apart, see `Seen`; not those that are shared."""
+        return self.prefix is not None and not self.shared_parts
 
 
 class _Attention(NamedTuple):
@@ -272,10 +275,10 @@ class StepProgram:
 
     def _ask_one(self, attention: _Attention, which: int, call: _Asked, following: int) -> None:
         """Write one of the calls of a layer, and the numbers of its parts."""
-        attend, (blocks, first, batch, length, is_prefix, of_prefix, follows_prefix, shared) = attention.attend, call
+        attend, (blocks, first, batch, length, is_prefix, of_prefix, shared) = attention.attend, call
         assert blocks.element == attention.element, (blocks.element, attention.element)
         workspace = self._workspace(attend, which, call)
-        ranges = self._ranges[int(follows_prefix), attend.mask, first : first + batch * length]
+        ranges = self._ranges[int(call.follows_prefix), attend.mask, first : first + batch * length]
         parts, in_codes = workspace.ask(
             _strided(attention.query, first, length),
             _strided(attention.out, first, length),
@@ -468,11 +471,11 @@ def _asked(attend: Attend, taken: Sequence[Sequences]) -> list[_Asked]:
         if shared:
             calls.append(_Asked(left[0].layers[attend.layer], first, 1, rows, is_prefix=True, shared_parts=shared))
         for each in left[:together]:
-            own = _Asked(each.layers[attend.layer], first, each.batch, each.length, False, of_prefix, False, shared)
+            own = _Asked(each.layers[attend.layer], first, each.batch, each.length, False, of_prefix, shared)
             prefix = each.prefixes.get(attend.layer)
             if prefix is not None:
                 groups = prefix.heads // attend.num_kv_heads
-                own = own._replace(prefix=len(calls), follows_prefix=True)
+                own = own._replace(prefix=len(calls))
                 calls.append(_Asked(prefix, first, groups, each.rows // groups, is_prefix=True))
             calls.append(own)
             first += each.rows
