@@ -157,6 +157,7 @@ STRING = {"type": "string"}
         ("None", {"anyOf": [STRING, {"type": "null"}]}, None),
         ("5", {"anyOf": [STRING, {"type": "null"}]}, "5"),
         ("5", {"type": ["integer", "string"]}, 5),
+        ("5", {"anyOf": [STRING, {}]}, 5),
         ("True", {"$ref": "#/$defs/text"}, "True"),
         ("True", {"$ref": "#/$defs/loop"}, True),
         ("{'a': [1, \"'\"]}", {"type": "object"}, {"a": [1, "'"]}),
@@ -170,6 +171,13 @@ def test_a_marked_value_has_a_type_of_its_schema(text: str, schema: dict[str, An
     named = {"text": {"enum": ["True", "x"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
     parameters = {"get": {"properties": {"a": schema}, "$defs": named}}
     assert read("odd, marked", [f"((call get with @a is {text};))"], parameters) == ("", [("get", {"a": value})])
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.argument])
+def test_marks_in_a_text_are_of_it(name: str):
+    begin, equals, end = FORMS[name].argument or ("", "", "")
+    calls = [("get", {"a": f"{begin}a{equals}1{end}", "text-b": f"{end}{equals}{FORMS[name].call}"})]
+    assert read(name, written(name, calls)) == ("", calls)
 
 
 def test_marks_that_a_template_writes_around_some_texts_are_none_of_them():
@@ -212,15 +220,11 @@ def test_forced_marked_values_are_those_of_their_schema(schema: dict[str, Any], 
     assert not is_of(free.grammar, "((call put with @a is b; ))")
 
 
-def test_a_line_end_before_a_call_begins_none():
-    tokenizer = tokenizer_of("odd")
-    tokenizer.chat_template = tokenizer.chat_template.replace("((call", "\n\n((call")  # Jinja drops the first
-    form, asked = ChatTemplate(tokenizer).calls, Conversation((), (function("get"),), strict=frozenset({"get"}))
-    assert form is not None
-    assert form.begin == "\n((call "
+def test_a_line_end_before_the_token_of_a_call_begins_none():
+    form, asked = form_of("MiniMax"), Conversation((), (function("get"),), strict=frozenset({"get"}))
     free, forced = (form.held(AnswerSettings(), asked._replace(choice=each)).grammar or "" for each in ("auto", "get"))
-    assert all(is_of(free, text) for text in ("a\nb", "a\n((call get with {}))", "((call get with {}))"))
-    assert is_of(forced, "\n((call get with {}))")
+    assert is_of(free, "a\nb")
+    assert 'start: "\\n" <[' in forced
 
 
 def test_the_end_of_a_thought_that_the_prompt_begins_is_of_no_call():
