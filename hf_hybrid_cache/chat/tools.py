@@ -93,7 +93,7 @@ class CallForm:
         skipped: marks that are of no text.
         made_up: the id in these texts.
         tokens: that are added to the tokenizer's vocabulary, by their texts.
-        hidden_ids: special tokens that are of no mark before a call's arguments.
+        hidden_ids: special tokens that are of no mark up to the end of a call's arguments.
     """
 
     begin: str
@@ -293,11 +293,11 @@ def call_form(
         `None` where the template takes no functions, or writes their arguments neither as JSON nor one after the other,
         each with the same marks around its value.
     """
-    name, other, content, place, *keys_and_texts = (f"f{uuid.uuid4().hex}" for _ in range(9))
-    made_up, [key, text, of_number, last_key, last_text] = uuid.uuid4().hex[:_ID_CHARACTERS], keys_and_texts
-    arguments = {key: text, of_number: uuid.uuid4().fields[0], last_key: f"<{last_text}"}
-    kinds = {key: "string", of_number: "integer", last_key: "string"}
-    properties = {each: {"type": kind, "description": "Made up."} for each, kind in kinds.items()}
+    name, other, content, place, text, *fields = (f"f{uuid.uuid4().hex}" for _ in range(8))
+    made_up, number = uuid.uuid4().hex[:_ID_CHARACTERS], uuid.uuid4().fields[0]
+    arguments = dict(zip(fields, (f"a{text}", number, f"<{text}"), strict=True))
+    kinds = ("string", "integer", "string")
+    properties = {field: {"type": kind, "description": "Made up."} for field, kind in zip(fields, kinds, strict=True)}
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     tools = [{"type": "function", "function": {"name": name, "description": "Made up.", "parameters": schema}}]
     asked = Message("user", place)
