@@ -485,6 +485,7 @@ class Chat:
             return
         options["details"] = self.details | {"system": self.system}
         self.reuse = self._held.read_with(self._store, token_ids, **options)
+        self._has_failed_to_keep = not self.reuse.is_kept  # a warning has told it
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {len(token_ids):,} tokens are taken from {self._store.path}")
 

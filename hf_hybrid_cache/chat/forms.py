@@ -56,9 +56,7 @@ def grammar_of(name: str, form: Form) -> str:
         raise ValueError(f'needs {error.name}: pip install "hf_hybrid_cache[serve]".') from error
 
     if isinstance(form, tuple):
-        grammar = LLMatcher.grammar_from_lark(
-            f"start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in form)}"
-        )
+        grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json_text, form))}")
     elif name == "schema":
         try:
             grammar = LLMatcher.grammar_from_json_schema(form, _COMPACT, _WHOLE)
@@ -75,7 +73,12 @@ def grammar_of(name: str, form: Form) -> str:
 def json_rule(schema: dict[str, Any]) -> str:
     """Return what stands in a grammar for JSON of a schema."""
     guidance = _COMPACT | schema.get("x-guidance", {}) | _WHOLE
-    return f"%json {json.dumps(schema | {'x-guidance': guidance}, ensure_ascii=False)}"
+    return f"%json {json_text(schema | {'x-guidance': guidance})}"
+
+
+def json_text(value: object) -> str:
+    """Return a value as JSON, with the characters that it has."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @lru_cache(2)

@@ -262,7 +262,7 @@ class ChatTemplate:
 
     @cached_property
     def calls(self) -> CallForm | None:
-        """The form of calls of functions; `None` where the template takes none, or writes no JSON of them."""
+        """The form of calls of functions; `None` where the template takes none, or `call_form` finds none."""
         usual = copy(self)
         usual._values = {}
 

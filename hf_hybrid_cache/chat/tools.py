@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .forms import checked_form, json_rule
+from .arguments import ArgumentMarks
+from .forms import checked_form, json_rule, json_text
 from .settings import AnswerSettings, SettingError
 from .thinking import Thought, ThoughtForm, overlap
 
@@ -51,9 +52,9 @@ class Conversation(NamedTuple):
     is_parallel: bool = True
 
     @property
-    def names(self) -> list[str]:
-        """The names of the functions."""
-        return [each["function"]["name"] for each in self.functions]
+    def parameters(self) -> dict[str, Any]:
+        """The schemas of the functions' arguments, by their names."""
+        return {each["function"]["name"]: each["function"]["parameters"] for each in self.functions}
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ class CallForm:
         end: after the last call's arguments.
         answer: mark that begins an answer without a call; may be empty.
         keys: of name and arguments, where an object of JSON follows the mark; `None` where the name does.
+        argument: marks of each argument; `None` where arguments are an object of JSON.
         marks: begin a call. An empty one stands for the beginning of an answer.
         closes: marks that may follow a call.
         skipped: marks that are of no text.
         made_up: the id in these texts.
         tokens: that are added to the tokenizer's vocabulary, by their texts.
-        hidden_ids: special tokens that are of no mark before a call's arguments.
+        hidden_ids: special tokens that are of no mark up to the end of a call's arguments.
     """
 
     begin: str
@@ -100,6 +102,7 @@ class CallForm:
     end: str
     answer: str
     keys: tuple[str, str] | None
+    argument: ArgumentMarks | None
     marks: frozenset[str]
     closes: frozenset[str]
     skipped: frozenset[str]
@@ -134,7 +137,7 @@ class CallForm:
         is_forced = asked.choice != "auto"
         if not (is_forced or settings.schema or asked.strict):
             return settings
-        rules = list[str]()
+        rules, texts = list[str](), list[str]()
         for function in (each["function"] for each in asked.functions):
             if asked.choice in ("auto", "required", function["name"]):
                 is_held = is_forced or function["name"] in asked.strict
@@ -144,25 +147,30 @@ class CallForm:
                     checked_form("schema", schema)
                 except ValueError as error:
                     raise SettingError(f"tools has {function['name']!r}, whose schema {error}") from error
-                rules.append(f"call{len(rules)}: {name} {json_rule(schema)}")
+                arguments = self.argument.rule(schema, self._symbols, texts) if self.argument else json_rule(schema)
+                rules.append(f"call{len(rules)}: {name} {arguments}")
         call = f"({' | '.join(f'call{number}' for number in range(len(rules)))})"
         if asked.is_parallel and self.between is not None:
             call += f" ({' '.join(self._symbols(self.between))} {call})*"
-        first, *begin = self._symbols(self.begin)
+        bare = self.begin.lstrip()
+        before, [first, *begin] = json_text(self.begin.removesuffix(bare)), self._symbols(bare)
         *end, last = ["", *self._symbols(self.end)]
-        # The last token may be one that ends an answer, too.
-        calls = " ".join([*begin, call, *end, last + "?" * last.startswith("<")])
+        # The last token may be one that ends an answer, too, but for the one that ends arguments.
+        may_lack = last.startswith("<") and not (self.argument and self.argument.last == self.end.strip())
+        calls = " ".join([*begin, call, *end, last + "?" * may_lack])
         answer = f"({' '.join(self._symbols(self.answer))})?" if self.answer else ""
         if is_forced:
-            rules.append(f"start: {first} {calls}")
+            rules.append(f"start: {before} {first} {calls}")
         elif settings.schema:
-            rules.append(f"start: {answer} form | {first} {calls}\nform: {json_rule(json.loads(settings.schema))}")
+            rules.append(
+                f"start: {answer} form | {before} {first} {calls}\nform: {json_rule(json.loads(settings.schema))}"
+            )
         else:
             lazy = "" if first.startswith("<") else "[lazy]"
             rules.append(f"start: {answer} (TEXT | head {calls} TEXT)\nhead{lazy}: TEXT {first}\nTEXT: /(?s:.*)/")
-        return replace(settings, schema=None, grammar="\n".join(rules))
+        return replace(settings, schema=None, grammar="\n".join(rules + texts))
 
-    def parts(self, pieces: Iterable[str], names: Sequence[str]) -> Iterator[str | Call]:
+    def parts(self, pieces: Iterable[str], parameters: Mapping[str, Any]) -> Iterator[str | Call]:
         """Yield the text of an answer in pieces, and the calls of functions in it; what may begin one waits."""
         held, index, has_text, is_after = "", 0, False, False
         for piece, is_last in chain(((piece, False) for piece in pieces), [("", True)]):
@@ -171,7 +179,7 @@ class CallForm:
                 continue
             held += piece
             while held:
-                told, done, calls = self._step(held, is_last, has_text, is_after, names)
+                told, done, calls = self._step(held, is_last, has_text, is_after, parameters)
                 text = held[:told].lstrip() if is_after else held[:told]
                 yield text
                 for name, arguments in calls:
@@ -183,7 +191,7 @@ class CallForm:
                 is_after = bool(calls) or (is_after and not text)
 
     def _step(
-        self, held: str, is_last: bool, has_text: bool, is_after: bool, names: Sequence[str]
+        self, held: str, is_last: bool, has_text: bool, is_after: bool, parameters: Mapping[str, Any]
     ) -> tuple[int, int, list[tuple[str, str]]]:
         """Return how many first characters of a text are told, and done with, and the calls after what is told."""
         marks = {*self.marks, *self.skipped, *(self.closes if is_after else ())}
@@ -198,32 +206,38 @@ class CallForm:
         text, after = len(held[:start].rstrip()), start + len(mark)
         if mark not in self.marks:
             return start, after, []
-        calls, end = self._calls(held, after, names)
+        calls, end = self._calls(held, after, parameters)
         if calls:
             return text, end, calls
         if calls is None and not is_last:
             return text, text, []
         return max(1, after), max(1, after), []
 
-    def _calls(self, text: str, start: int, names: Sequence[str]) -> tuple[list[tuple[str, str]] | None, int]:
+    def _calls(self, text: str, start: int, parameters: Mapping[str, Any]) -> tuple[list[tuple[str, str]] | None, int]:
         """Return names and arguments of the calls after a mark, and their end; `None` if more will tell."""
         start = len(text) - len(text[start:].lstrip())
         found = None
         if self.keys is None:
-            known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+            known = "|".join(sorted(map(re.escape, parameters), key=len, reverse=True))
             found = re.compile(rf"({known})(?![\w-]){self._header()}").match(text, start)
             if not found:
-                # Arguments begin with a brace; what is between a name and them may have some, too.
-                return ([] if text.count("{", start) > self.middle.count("{") else None), 0
+                # What arguments begin or end with may be between a name and them, too.
+                ends = (self.argument.begin, self.argument.last) if self.argument else ("{",)
+                return ([] if any(text.count(each, start) > self.middle.count(each) for each in ends) else None), 0
             start = found.end()
-        if text[start : start + 1] not in ("", "{", "["):
+        if found and self.argument:
+            value, end = self.argument.read(text, start, parameters[found[1]])
+        elif text[start : start + 1] not in ("", "{", "["):
             return [], 0
-        value, end = _decoded(text, start)
+        else:
+            value, end = _decoded(text, start)
         if not end:
             return None, 0
         values = value if isinstance(value, list) else [value]
         given = [(found[1], each) if found else self._named(each) for each in values]
-        calls = [(name, told) for name, arguments in given if name in names and (told := arguments_text(arguments))]
+        calls = [
+            (name, told) for name, arguments in given if name in parameters and (told := arguments_text(arguments))
+        ]
         return (calls if len(calls) == len(given) else []), end
 
     def _named(self, value: Any) -> tuple[str, Any]:
@@ -248,14 +262,16 @@ class CallForm:
         parts = filter(None, re.split(f"({'|'.join(map(re.escape, known))})", text))
         an_id = f"/[a-zA-Z0-9]{{{_ID_CHARACTERS}}}/"
         return [
-            f"<[{self.tokens[part]}]>" if part in self.tokens else an_id if part == self.made_up else _text(part)
+            f"<[{self.tokens[part]}]>" if part in self.tokens else an_id if part == self.made_up else json_text(part)
             for part in parts
         ]
 
     def _no_calls(self) -> str:
         """Return the grammar of any text without tokens that are added, and without other marks of calls."""
         marks = {each.split()[0] for each in (self.begin, *self.marks) if each.strip()}
-        plain = [re.escape(mark).replace("/", r"\/") for mark in sorted(marks) if self._symbols(mark) == [_text(mark)]]
+        plain = [
+            re.escape(mark).replace("/", r"\/") for mark in sorted(marks) if self._symbols(mark) == [json_text(mark)]
+        ]
         without = "".join(f" & ~/(?s:.*){mark}(?s:.*)/" for mark in plain)
         return f"start: TEXT\nTEXT: /(?s:.*)/{without}"
 
@@ -274,12 +290,15 @@ def call_form(
         special: those of them that texts are without.
 
     Returns:
-        `None` where the template takes no functions, or writes their arguments otherwise than as JSON.
+        `None` where the template takes no functions, or writes their arguments neither as JSON nor one after the other,
+        each with the same marks around its value.
     """
-    name, other, key, value, content, place = (f"f{uuid.uuid4().hex}" for _ in range(6))
-    made_up, arguments = uuid.uuid4().hex[:_ID_CHARACTERS], {key: value}
-    properties = {key: {"type": "string", "description": "A text."}}
-    schema = {"type": "object", "properties": properties, "required": [key]}
+    name, other, content, place, text, *fields = (f"f{uuid.uuid4().hex}" for _ in range(8))
+    made_up, number = uuid.uuid4().hex[:_ID_CHARACTERS], uuid.uuid4().fields[0]
+    arguments = dict(zip(fields, (f"a{text}", number, f"<{text}"), strict=True))
+    kinds = ("string", "integer", "string")
+    properties = {field: {"type": kind, "description": "Made up."} for field, kind in zip(fields, kinds, strict=True)}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
     tools = [{"type": "function", "function": {"name": name, "description": "Made up.", "parameters": schema}}]
     asked = Message("user", place)
 
@@ -291,7 +310,8 @@ def call_form(
 
     prompt = written([asked], tools, True)
     whole = turn("", name)
-    found = _around(whole, [name], arguments)
+    shown, argument = _shown(whole, arguments)
+    found = _around(whole, [name], shown)
     before = prompt.rpartition(place)[2]
     if thought and thought.is_open:
         before = before.rstrip().removesuffix(thought.begin)
@@ -299,24 +319,28 @@ def call_form(
         return None
     head, middle, after = found
     begin = head.removeprefix(before if head.startswith(before) else before.rstrip())
-    if thought and begin.lstrip().startswith(thought.begin):
+    if thought and thought.close in begin:
         begin = begin.partition(thought.close)[2].lstrip()
     if not begin.strip():
         return None
-    several = _around(turn("", name, other), [name, other], arguments)
+    several = _around(turn("", name, other), [name, other], shown)
     between = several[2] if several else None
     # The rest of the turn is as after an answer without calls.
     end, plain = _parts(after), _parts(turn(content).rpartition(content)[2])
     while end and plain and end[-1] == plain[-1]:
         end, plain = end[:-1], plain[:-1]
+    if argument:
+        argument = argument._replace(last=next(filter(str.strip, end), "").strip())
+    if name in middle or (argument and not argument.last):
+        return None
     whole, answer = begin + whole[len(head) : len(whole) - len(after)] + "".join(end), thought.answer if thought else ""
     marks, closes, keys = {begin.strip()}, end, None
     for bracket in re.finditer(r"[\[{]", begin):
         item, stop = _decoded(whole, bracket.start())
         item = item[0] if isinstance(item, list) and item else item
-        by_value = {_text(each): key for key, each in item.items()} if isinstance(item, dict) else {}
-        if by_value.keys() >= {_text(name), _text(arguments)}:
-            keys = by_value[_text(name)], by_value[_text(arguments)]
+        by_value = {json_text(each): key for key, each in item.items()} if isinstance(item, dict) else {}
+        if by_value.keys() >= {json_text(name), json_text(arguments)}:
+            keys = by_value[json_text(name)], by_value[json_text(arguments)]
             marks, closes = {begin[: bracket.start()].strip()}, _parts(whole[stop:])
             break
     if keys is None and between is not None:
@@ -329,8 +353,10 @@ def call_form(
             marks, closes = {*marks, mark}, closes + _parts(between.rpartition(mark)[0])
         else:
             between = None
+    if any(made_up in mark for mark in marks):
+        return None
     skipped = {answer, *(_HEADER if _CHANNEL in middle else ())} - {""}
-    shown = "".join((begin, middle, *skipped))
+    shown = "".join((begin, middle, *skipped, *(argument or ())))
     return CallForm(
         begin=begin,
         middle=middle,
@@ -338,6 +364,7 @@ def call_form(
         end="".join(end),
         answer=answer,
         keys=keys,
+        argument=argument,
         marks=frozenset(marks),
         closes=frozenset(filter(None, map(str.strip, closes))),
         skipped=frozenset(skipped),
@@ -347,17 +374,24 @@ def call_form(
     )
 
 
-def _around(text: str, names: Sequence[str], arguments: dict[str, str]) -> list[str]:
+def _shown(text: str, arguments: dict[str, Any]) -> tuple[str, ArgumentMarks | None]:
+    """Return what a text has of arguments, and their marks where it is no JSON; nothing if it has none."""
+    for found in re.finditer("{", text):
+        given, end = _decoded(text, found.start())
+        if given == arguments:
+            return text[found.start() : end], None
+    return ArgumentMarks.of(text, arguments) or ("", None)
+
+
+def _around(text: str, names: Sequence[str], shown: str) -> list[str]:
     """Return what a text has around names and the arguments that follow each; nothing if it has none."""
     around = []
     for name in names:
         before, _, text = text.partition(name)
-        places = [(found.start(), *_decoded(text, found.start())) for found in re.finditer("{", text)]
-        place = next(((start, end) for start, given, end in places if given == arguments), None)
-        if place is None:
+        middle, arguments, text = text.partition(shown or name)
+        if not arguments:
             return []
-        around += [before, text[: place[0]]]
-        text = text[place[1] :]
+        around += [before, middle]
     return [*around, text]
 
 
@@ -383,7 +417,3 @@ def arguments_text(arguments: object) -> str:
 def _parts(text: str) -> list[str]:
     """Divide a text at its tags."""
     return [part for part in _TAG.split(text) if part]
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

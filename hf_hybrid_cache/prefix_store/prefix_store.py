@@ -5,6 +5,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,7 @@ class PrefixStore(StoredPrompts):
                 progress(match.num_tokens)
             ends = prompt.passes.ends(match.num_tokens)
             read_passes(model, prompt.token_ids, cache, ends, None, progress, keeper.after_pass)
-        return reuse
+        return replace(reuse, is_kept=not keeper.has_failed)
 
     def keep(
         self,

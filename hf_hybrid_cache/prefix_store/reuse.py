@@ -36,6 +36,7 @@ class Reuse:
         stored_token: token id that is stored where the prompt first differs; `None` if nothing is, or it is of an
             answer.
         given_token: token id of the prompt there; `None` if it ends there.
+        is_kept: whether the store had room for what was read.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Reuse:
     prompt_tokens: int
     stored_token: int | None
     given_token: int | None
+    is_kept: bool = True
 
     def __str__(self) -> str:
         return self.text()
@@ -178,7 +180,7 @@ class Keeper:
     def __init__(self, folder: Folder, prompt: Prompt, end: int, before: NodeStates | None):
         self._folder, self._prompt = folder, prompt
         self._end, self._before = end, before
-        self._is_keeping = True
+        self._is_keeping, self.has_failed = True, False
 
     def after_pass(self, reached: int, is_last: bool) -> None:
         """Keep what came with the last pass, which ended after `reached` tokens."""
@@ -193,7 +195,7 @@ class Keeper:
         try:
             self.keep(reached)
         except (NodeNotFoundError, PrefixStoreFolderError) as error:
-            self._is_keeping = False
+            self._is_keeping, self.has_failed = False, True
             beyond = f" beyond {self._end:,} tokens" if self._end else ""
             warnings.warn(f"The prompt is read, and not kept{beyond}: {error}", stacklevel=5)
 

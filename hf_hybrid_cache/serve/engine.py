@@ -311,7 +311,7 @@ class Engine:
 
 def _with_calls(pieces: Iterator[tuple[int, str]], calls: CallForm, asked: Conversation) -> Iterator[Piece]:
     """Yield the pieces of an answer's text, and its calls; only the first where there may be no others."""
-    for each in calls.parts((text for _, text in pieces), asked.names):
+    for each in calls.parts((text for _, text in pieces), asked.parameters):
         if isinstance(each, Call):
             yield Piece(0, "", call=each)
             if not asked.is_parallel:

@@ -1,5 +1,6 @@
 """Chat templates that write calls of functions as published ones do, and tokenizers with them."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class Form:
         special: tokens that a tokenizer leaves out of a text.
         tokens: others that are one token.
         has_one: whether it refuses several calls.
+        argument: before the name of each argument, between it and its value, and after that; `None` for JSON.
     """
 
     begin: str
@@ -38,13 +40,17 @@ class Form:
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
     tokens: tuple[str, ...] = ()
     has_one: bool = False
+    argument: tuple[str, str, str] | None = None
 
     @property
     def template(self) -> str:
         """The template: functions, and messages of all roles, with their calls."""
         begin, mark, end = self.turn
-        arguments = self.arguments + "{{ call.function.arguments | tojson }}"
-        call = self.name + "{{ call.function.name }}" + arguments + self.call
+        arguments = "{{ call.function.arguments | tojson }}"
+        if self.argument:
+            value = self.text("{{ key }}", "{{ value if value is string else value | tojson }}")
+            arguments = "{% for key, value in call.function.arguments | items %}" + value + "{% endfor %}"
+        call = self.name + "{{ call.function.name }}" + self.arguments + arguments + self.call
         return "".join(
             (
                 "{% if tools %}{{ tools | tojson }}\n{% endif %}",
@@ -60,12 +66,18 @@ class Form:
             )
         )
 
+    def text(self, name: str, value: str) -> str:
+        """Return an argument that is a text."""
+        begin, equals, end = self.argument or ("", "", "")
+        return f"{begin}{name}{equals}{value}{end}" if self.argument else json.dumps({name: value})
+
 
 _MISTRAL = ("<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _MISTRAL_TURN = ("", "", "<|im_end|>")
 _KIMI = tuple(
     f"<|tool_call{each}|>" for each in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")
 )
+_GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|end|>", "<|im_end|>")
 # As the templates in the files tokenizer_config.json, or chat_template.jinja, of these models write them.
 FORMS = {
@@ -117,8 +129,40 @@ FORMS = {
         special=_HARMONY,
         has_one=True,
     ),
+    # Qwen/Qwen3-Coder-30B-A3B-Instruct
+    "Qwen3-Coder": Form(
+        "",
+        "<tool_call>\n<function=",
+        ">\n",
+        "</function>\n</tool_call>",
+        "{{ '\\n' }}",
+        tokens=("<tool_call>", "</tool_call>"),
+        argument=("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    # zai-org/GLM-4.6; 4.7 has no line ends
+    "GLM": Form(
+        "",
+        "<tool_call>",
+        "\n",
+        "</tool_call>",
+        "{{ '\\n' }}",
+        thought="<think>{{ m.thinking }}</think>\n",
+        tokens=("<tool_call>", "</tool_call>", *_GLM, "<think>", "</think>"),
+        argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    # MiniMaxAI/MiniMax-M2; Jinja drops the first line end
+    "MiniMax": Form(
+        "\n\n<minimax:tool_call>\n",
+        '<invoke name="',
+        '">\n',
+        "</invoke>\n",
+        end="</minimax:tool_call>",
+        special=("<|im_start|>", "<|im_end|>", "<minimax:tool_call>", "</minimax:tool_call>"),
+        argument=('<parameter name="', '">', "</parameter>\n"),
+    ),
     # No model's: what marks are is seen from the template alone.
     "odd": Form("", "((call ", " with ", "))", " "),
+    "odd, marked": Form("", "((call ", " with ", " ))", " ", argument=("@", " is ", ";")),
     "deep": Form("", '(({"name": "', '", "input": {"of": ', "}}))", " "),
 }
 
