@@ -100,10 +100,10 @@ class Contents:
         """Forget the keys of tokens that are not stored any more, in whose place others may come."""
         self._origin = self._origin._replace(keys=self._origin.keys[: self.num_tokens])
 
-    def settle(self) -> None:
-        """Choose the codecs of states that wait for them, by what is known now."""
+    def settle(self, unseen: bool = True) -> None:
+        """Choose the codecs of states that wait for them, by what is known now; `unseen`: also without queries."""
         for layer in self.ours:
-            if layer.store is not None:
+            if layer.store is not None and (unseen or not layer.store.lacks_queries):
                 layer.store.settle()
 
     def require_whole(self) -> None:

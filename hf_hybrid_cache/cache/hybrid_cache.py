@@ -331,12 +331,13 @@ class HybridCache(DynamicCache):
         Keep what layers will forget of the stored tokens, so that `crop` and `go_back` can return to this length.
 
         That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
-        layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
-        follow a change of sequences of the cache. They are dropped by `reset`, by going back beyond them, and by
-        `layer.set`, and are not kept in files.
+        layers, whose codecs are chosen by then, the last 64 to 127 tokens in full precision; nothing of other layers.
+        `memory` counts it. Checkpoints follow a change of sequences of the cache. They are dropped by `reset`, by going
+        back beyond them, and by `layer.set`, and are not kept in files.
 
         Raises:
-            ValueError: nothing is stored, or several processes keep shares of quantized layers.
+            ValueError: nothing is stored, or several processes keep shares of quantized layers, or there are no codes
+                for some states.
             IncompleteCacheError: something ended a change of the cache half-way.
 
         Example:
@@ -356,6 +357,8 @@ class HybridCache(DynamicCache):
                 "full precision, or keep a file with cache.save."
             )
         with torch.inference_mode(False):
+            # What comes after it must not choose the codecs.
+            self._contents.settle(unseen=False)
             self._contents.checkpoints[num_tokens] = Checkpoint.of(self.layers)
 
     @property

@@ -143,7 +143,7 @@ class WholeSteps:
             cache._passes.note_reached(self.indices[-1])
         if cache._prompts.are_asked_about:
             cache._prompts.note_stored()
-        if any(store.wants_queries for store in stores):
+        if any(store.lacks_queries for store in stores):
             of_layers = dict(zip(self.indices, stores, strict=True))
             for index, each in queries():
                 of_layers[index].observe(each)

@@ -48,8 +48,10 @@ from .options import Placement
 MOST_HELD_BYTES = 2**29
 # Fewer tokens are copied instead of shared: another segment would cost each step more.
 _LEAST_SHARED_TOKENS = 2 * GRANULE
+# Blocks with which a codec is chosen: it takes as long as 80 tokens of a prompt, and fewer blocks tell less of others.
+_CHOOSING_BLOCKS = 8
 # Tokens in full precision that a quantized layer keeps, but for a chunk on its way.
-_MOST_RECENT = 4 * GRANULE
+_MOST_RECENT = (_CHOOSING_BLOCKS + 2) * GRANULE
 
 _Kind = type[Resident] | type[HostBlocks]
 
@@ -298,6 +300,8 @@ class Place:
             if choice is None:
                 runs = replace(self, kinds=Kinds(self.kinds.few, self.kinds.few))
         layout = Layout(split.sink_tokens, choice is not None, split.first_tokens, stores.shard)
+        if not device_tokens and not after_prefix:
+            layout = replace(layout, choosing_blocks=_CHOOSING_BLOCKS)
         scratch = stores.scratches.setdefault(shape.device, Scratch(shape.device))
         if stores.peers is not None:
             return ShardedStore(shape, layout, runs, scratch, choice, stores.peers, self.is_compared)

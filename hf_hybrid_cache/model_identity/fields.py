@@ -30,7 +30,7 @@ from .weights import digest_of_tensors, is_longrope, stored_tensors
 # Raise it when an identity means something else.
 _FORMAT = 4
 # Raise it when kernels or codecs give other results than before: states that were kept are then read again.
-NUMBERS = 8
+NUMBERS = 9
 # Settings of a config: where a model comes from, how it is loaded, and what it returns beside states. The type and the
 # weights themselves are read from the model.
 _LEFT_OUT = {

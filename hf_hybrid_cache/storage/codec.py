@@ -180,6 +180,12 @@ class CodecChoice:
         self.seen_queries: SeenQueries | None = None
         self.take(codec)
 
+    @property
+    def num_lacking(self) -> int:
+        """Number of queries of passes of few tokens that are still noted."""
+        known = 0 if self.seen_queries is None else self.seen_queries.number
+        return 0 if self.is_made else max(0, _ENOUGH_QUERIES - known)
+
     def take(self, codec: KVCodec) -> None:
         """Let the codec be this one."""
         self.codec, self.is_made = codec, codec.is_fitted
@@ -190,6 +196,11 @@ class CodecChoice:
         num_kv_heads = shape.num_kv_heads
         if self.is_made or not length or (batch, key_dim) != (shape.batch, shape.key_dim) or heads % num_kv_heads:
             return
+        if length <= _ENOUGH_QUERIES:
+            query = query[:, :, : self.num_lacking]
+            length = query.shape[2]
+            if not length:
+                return
         step = -(-length // _MOST_QUERIES)
         squares, number, known = mean_squares(query[:, :, ::step], num_kv_heads), length, self.seen_queries
         if known is not None:
@@ -257,6 +268,8 @@ class CodecChoice:
         return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
 
 
+# Of passes of so few queries no more are noted once so many were: a decode step would take a fifth longer.
+_ENOUGH_QUERIES = 64
 _MOST_QUERIES = 512
 # Blocks by which a codec is chosen, spread over the first states that are quantized.
 _SAMPLED_BLOCKS = 16

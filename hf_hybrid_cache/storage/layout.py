@@ -85,6 +85,7 @@ class Layout:
         first_tokens: sink tokens that are elsewhere; positions here are counted after them.
         shard: the tokens of this process.
         quantized_blocks: quantized blocks after the sinks, of all processes.
+        choosing_blocks: the due blocks with which a codec is chosen though nobody asks for it.
     """
 
     sink_tokens: int = GRANULE
@@ -92,6 +93,7 @@ class Layout:
     first_tokens: int = 0
     shard: Shard = Shard.ALL
     quantized_blocks: int = 0
+    choosing_blocks: int = 1
 
     def after(self, num_tokens: int) -> "Layout":
         """Return the layout for `num_tokens`: itself, unless a block is due to be quantized."""

@@ -60,7 +60,7 @@ class ShardedStore(Store):
         return self.layout.shard
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
-        self.settle()
+        self.settle_if_due()
         super().write(keys, values)  # there are no copies on a device
         if self._is_compared:
             total, magnitude = self._likeness

@@ -138,6 +138,8 @@ class Store(TokenStore):
         """Return the device and bytes of each buffer after this empty store had grown to each of `lengths`."""
         if self.packed is None:
             yield from self.dense.planned_bytes([self.layout.shard.tokens(each) for each in lengths])
+        elif lengths[-1] < self._packs_at:
+            yield from self.dense.planned_bytes([max(lengths[-1], self.layout.most_full_tokens)])
         else:
             yield from self.dense.planned_bytes([self.layout.most_full_tokens])
             yield from self.packed.planned_bytes([each.own_quantized_blocks for each in self.layout.growing(lengths)])
@@ -146,7 +148,7 @@ class Store(TokenStore):
         before, held, choice = self.num_tokens, self.dense.num_entries, self._choice
         num_tokens = before + keys.shape[2]
         layout = self.layout
-        if num_tokens >= layout.changes_at:
+        if num_tokens >= self._packs_at:
             layout = layout.after(num_tokens)
         waits = choice is not None and not choice.is_made
         if waits:
@@ -185,11 +187,13 @@ class Store(TokenStore):
         assert not self.num_tokens
         chunk = self.dense
         assert isinstance(chunk, HostBlocks)
-        # Reading it from blocks would take longer than quantizing it.
-        came = (keys.clone(), values.clone()) if self.wants_queries else None
-        if came is None:
+        came = None
+        if not self.wants_queries:
             chunk = HostBlocks.like(chunk, keys.shape[2])
             chunk.write(keys, values)
+        elif keys.shape[2] >= self._packs_at:
+            # Reading it from blocks would take longer than quantizing it.
+            came = keys.clone(), values.clone()
         self.add(keys, values)
         return Store(self.shape, Layout(), self._runs, self._scratch, dense=chunk), came
 
@@ -208,18 +212,18 @@ class Store(TokenStore):
         it, or raises an error.
         """
         choice = self._choice
-        if not self.is_intact or self.waits:
+        if not self.is_intact:
             return 0
         try:
-            if self.num_tokens + 1 >= self.layout.changes_at:
+            if self.num_tokens + 1 >= self._packs_at:
                 if choice is None or not choice.is_made:
                     return 0
                 self._pack_due(self.num_tokens + 1)
-            self.dense.reserve(self.dense.num_entries + 1)
+            self.dense.reserve((self.dense.num_entries // GRANULE + 1) * GRANULE)
         except (HostMemoryError, ValueError):
             return 0
         room = min(self.dense.num_free, GRANULE - self.dense.num_entries % GRANULE)
-        return min(room, self.layout.changes_at - 1 - self.num_tokens)
+        return min(room, self._packs_at - 1 - self.num_tokens)
 
     def hidden_from_next(self) -> int:
         """Return the number of first tokens of `dense` that the next token does not see."""
@@ -235,17 +239,23 @@ class Store(TokenStore):
         if not self.is_intact:
             self.dense.truncate(self.dense.num_entries - count)
 
-    def settle(self) -> None:
+    @property
+    def _packs_at(self) -> int:
+        """The least number of tokens with which blocks are packed though nobody asks for it."""
+        return self.layout.changes_at + (self.layout.choosing_blocks - 1) * GRANULE * self.wants_queries
+
+    def settle_if_due(self, came: Pair | None = None) -> None:
+        if self.num_tokens >= self._packs_at:
+            self.settle(came)
+
+    def settle(self, came: Pair | None = None) -> None:
         """
-        Pack the blocks that are due, if there are any; choose the codec first.
+        Pack the blocks that are due, if there are any; choose the codec first, by all states if somebody has them.
 
         Raises:
             ValueError: there are no codes for some of them; nothing has changed then.
             HostMemoryError: the host has no room for them.
         """
-        self._settle_from(None)
-
-    def _settle_from(self, came: Pair | None) -> None:
         num_tokens = self.num_tokens
         if self._choice is None or num_tokens < self.layout.changes_at:
             return
@@ -279,7 +289,7 @@ class Store(TokenStore):
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens`, which are at most as many as there are."""
-        self.settle()
+        self.settle_if_due()
         layout, dense, packed = self.layout.cropped(num_tokens), self.dense, self.packed
         own, kept = layout.shard.tokens(num_tokens), layout.own_quantized_blocks
         last: tuple[Pair, ...] = ()

@@ -85,6 +85,11 @@ class TokenStore(ABC):
         return self._choice is not None and not self._choice.is_made
 
     @property
+    def lacks_queries(self) -> bool:
+        """Whether the queries of a pass of few tokens are needed to choose its codec, too."""
+        return self._choice is not None and self._choice.num_lacking > 0
+
+    @property
     def waits(self) -> bool:
         """Whether tokens that are due wait for the choice of the codec."""
         return self.waiting_bytes > 0
@@ -102,9 +107,10 @@ class TokenStore(ABC):
         """
         if self._choice is not None:
             self._choice.observe(query, self.shape)
-            self._settle_from(came)
+            self.settle_if_due(came)
 
-    def _settle_from(self, came: Pair | None) -> None:
+    def settle_if_due(self, came: Pair | None = None) -> None:
+        """Settle, but let the choice of a codec wait for more tokens where there are few."""
         self.settle()
 
     @abstractmethod
@@ -163,7 +169,7 @@ class TokenStore(ABC):
         """
         held = self.num_tokens
         if held and self._choice is not None:
-            self.settle()
+            self.settle_if_due()
         if held and self.streamed is not None:
             self.streamed.stream_from(0)
         self.write(keys, values, on_device=True)

@@ -70,7 +70,7 @@ def test_host_memory_when_within_model_context_then_never_moves(make: type[Hybri
     config = llama()
     config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings = 1, 1, 131_072
     cache, places = make(config, cpu_decode=True), set()
-    for num_tokens in (300, 130_772, 1):
+    for num_tokens in (700, 130_372, 1):
         states = torch.ones(1, 1, num_tokens, 16)
         cache.update(states, states, 0)
         store = cache.layers[0].store

@@ -151,6 +151,7 @@ def test_checkpoint_when_quantized_layers_are_shared_then_is_refused():
         Document(tiny_model("gemma3"), QUANTIZED["quantized_shared_with_nobody"][0])
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 @some_caches
 def test_checkpoint_when_sequences_or_types_change_then_follows(family: str, make: MakeCache):
     document = Document(tiny_model(family), make, 200, batch=3)
@@ -235,6 +236,7 @@ def test_go_back_when_a_pass_has_ended_half_way_then_the_cache_is_whole(family: 
     document.assert_back()
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 @some_caches
 def test_go_back_when_interrupted_anywhere_then_is_done_or_refused(family: str, make: MakeCache):
     document, counting = Document(tiny_model(family), make, 200), Interruption()

@@ -15,6 +15,7 @@ from hf_hybrid_cache.layers import layer_stores
 from common.modes import read
 from models.tiny_models import random_prompt, tiny_model
 
+pytestmark = pytest.mark.usefixtures("short_prompts_choose")
 # A prompt of so many tokens and one more has its first block quantized.
 UNTIL_QUANTIZED = 191
 CONFIG = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=256, head_dim=64)

@@ -56,6 +56,7 @@ NO_CODE = "192 tokens before token 384 are infinite, not a number"
 WAITING = "320 tokens before token 384 are infinite, or not a number"
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 @pytest.mark.parametrize(
     ("attends", "cpu_decode", "reason", "bad"),
     [(True, True, NO_CODE, torch.nan), (True, False, NO_CODE, torch.inf), (False, True, WAITING, torch.inf)],

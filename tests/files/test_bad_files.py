@@ -97,6 +97,7 @@ DAMAGES: dict[str, tuple[dict[str, Any], Alter, str]] = {
 }
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_file_when_it_does_not_fit_itself_then_is_refused_anywhere(name: str, tmp_path: Path):
     good, damage, message = DAMAGES[name]

@@ -23,7 +23,10 @@ MAIN = (
     "decoded_in_float64",
 )
 # Keys and values of DeepSeek-V3 are not attended to as they are stored, so every step asks for them.
-pytestmark = pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Attention asks for the keys and values"),
+    pytest.mark.usefixtures("short_prompts_choose"),
+]
 
 
 @pytest.mark.default("pairs")

@@ -82,6 +82,7 @@ def test_the_prompt_is_computed_in_chunks(model: PreTrainedModel, options: dict,
     assert lengths == expected
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
     ids = random_prompt(1, 600)
     cost = model_cost(model.config, chunk=600)

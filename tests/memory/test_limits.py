@@ -114,8 +114,8 @@ def take_memory_as_tokens_come() -> None:
 
 def refuse_max_length_at_once() -> None:
     with limited(40 * MIB):
-        # The first block that is quantized comes after 192 tokens.
-        for make, num_tokens in ((DynamicHybridCache, 1), (QuantizedHybridCache, 192)):
+        # The first blocks are quantized with 640 tokens.
+        for make, num_tokens in ((DynamicHybridCache, 1), (QuantizedHybridCache, 640)):
             cache = make(tiny_model("llama").config, max_length=20_000)
             assert "20,000 tokens (max_length) need" in refusal_of(cache, num_tokens)
             assert cache.get_seq_length() == 0

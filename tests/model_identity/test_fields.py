@@ -185,7 +185,7 @@ def test_a_cache_that_has_chosen_its_codecs_has_the_same_identity():
     cache = QuantizedHybridCache(model.config)
     before = identity_of(model, cache)
     with torch.no_grad():
-        model(random_prompt(1, 300), **cache_argument(cache))
+        model(random_prompt(1, 640), **cache_argument(cache))
     assert all(codec.is_fitted for codec in cache.codecs.values())
     assert identity_of(model, cache) == identity_of(model, copy.deepcopy(cache)) == before
     cache.reset()

@@ -95,6 +95,7 @@ def test_decode_steps_when_the_model_is_known_then_run_in_one_call(clock: Clock)
     assert not measured.seconds_per_token
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 def test_the_best_of_each_precision_when_asked_for_then_is_measured():
     config, told = FAMILIES["llama"](), []
     cost = model_cost(config, torch.bfloat16, chunk=CHUNK)

@@ -246,6 +246,7 @@ def test_the_lines_of_every_plan_run(family: str, tmp_path: Path):
 # A cache for a budget
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 def test_a_cache_for_a_budget_is_the_one_that_loses_least():
     config, model = tiny_model("llama").config, model_cost(tiny_model("llama").config)
     needed = {

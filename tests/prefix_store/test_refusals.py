@@ -65,7 +65,7 @@ def that_has_read(num_tokens: int, make: Callable[[Any], HybridCache], config: A
 
 
 def that_was_reset(config: Any) -> HybridCache:
-    cache = that_has_read(400, QuantizedHybridCache, config)
+    cache = that_has_read(640, QuantizedHybridCache, config)
     cache.reset()
     return cache
 

@@ -54,7 +54,7 @@ def generate(bits: int | None, number: int, lost_rank: int, at: int) -> None:
     shared = {"group": group} if bits is None else {"group": group, "bits": bits}
     cache = (DynamicHybridCache if bits is None else QuantizedHybridCache)(model.config, **shared)
     model.model.layers[1].mlp.register_forward_hook(lost_at_call(number, lost_rank, at))
-    answer(model, random_prompt(1, 300), cache, max_new_tokens=50)
+    answer(model, random_prompt(1, 700), cache, max_new_tokens=50)
 
 
 def start_and_require_errors(group: Group, lost_rank: int, function: Callable[..., None], *arguments: Any) -> None:

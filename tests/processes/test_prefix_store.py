@@ -17,6 +17,7 @@ from hf_hybrid_cache import (
     PrefixStoreError,
     QuantizedHybridCache,
 )
+from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
 
 from .groups import NEEDS_GROUPS, Group
@@ -67,6 +68,7 @@ def read_alone(prompt: torch.Tensor, bits: int | None, document_tokens: int) -> 
     cache = make(bits)
     for end in (*range(2048, document_tokens, 2048), document_tokens, prompt.shape[1] - 1):
         prompts.next_logits(tiny_model("llama"), prompt[:, :end], cache)
+        contents_of(cache).settle()  # as a store does
     return answered(prompt, cache)
 
 
