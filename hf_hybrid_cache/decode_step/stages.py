@@ -56,6 +56,13 @@ class _StandIn(nn.Module):
         return self._call_of(self._stood_for, args, options)
 
 
+class _StandIns(nn.ModuleList):
+    """What stands for the layers. Some of them are a list: another module of them would take long in each pass."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]
+
+
 class Stages:
     """
     A decoder whose stages are called in another way. It holds the modules of the decoder, and not the decoder.
@@ -71,7 +78,7 @@ class Stages:
         for name in names:
             child = children[name]
             if child is layers:
-                children[name] = nn.ModuleList(_StandIn(layer, self._pass.to_stage) for layer in layers)
+                children[name] = _StandIns(_StandIn(layer, self._pass.to_stage) for layer in layers)
             elif child is not None and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 children[name] = _StandIn(child, self._pass.to_other)
         self._copy = copy.copy(decoder)

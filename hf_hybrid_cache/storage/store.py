@@ -215,7 +215,7 @@ class Store(TokenStore):
                 if choice is None or not choice.is_made:
                     return 0
                 self._pack_due(self.num_tokens + 1)
-            self.dense.reserve(self.dense.num_entries + 1)
+            self.dense.reserve((self.dense.num_entries // GRANULE + 1) * GRANULE)
         except (HostMemoryError, ValueError):
             return 0
         room = min(self.dense.num_free, GRANULE - self.dense.num_entries % GRANULE)
