@@ -14,7 +14,7 @@ from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
 
 Targets = dict[str, memoryview | Iterable[Row]]
-# Whether there is host memory for fewer is not asked: that takes longer than reading them, and codecs of layers are many.
+# Fewer, such as codecs of layers, are read sooner than the system can say whether it has memory for them.
 _ASKED_BYTES = 2**20
 
 
