@@ -1,13 +1,11 @@
 """Decode steps of a whole model in one call."""
 
 from .fused_decode import FusedDecode, fuse_decode, fuse_where_known, is_fused, repeats_rows, run_together
-from .stages import border_of_angles
 from .trial import UnknownStepError
 
 __all__ = [
     "FusedDecode",
     "UnknownStepError",
-    "border_of_angles",
     "fuse_decode",
     "fuse_where_known",
     "is_fused",

@@ -17,8 +17,6 @@ from ..errors import HybridCacheError
 # Calls a stage: its number, its module, its arguments and those by name.
 CallOfStage = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 CallOfModule = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-# Rotary embeddings whose angles depend on the furthest position of a pass.
-_CHANGING = ("dynamic", "longrope")
 
 
 class _Pass:
@@ -157,16 +155,3 @@ def random_tokens(decoder: Any, rows: int, tokens: int, seed: int = 0) -> torch.
     """Tokens that a decoder knows, `[rows, tokens]`."""
     most = decoder.get_input_embeddings().weight.shape[0]
     return torch.randint(most, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def border_of_angles(config: Any) -> int:
-    """Return the number of tokens beyond which a pass of several gives other angles than a step of one."""
-    text = config.get_text_config(decoder=True)
-    given = getattr(text, "rope_parameters", None) or {}
-    kinds = [given, *(each for each in given.values() if isinstance(each, dict))]
-    borders = [
-        each.get("original_max_position_embeddings") or text.max_position_embeddings
-        for each in kinds
-        if str(each.get("rope_type")) in _CHANGING
-    ]
-    return min([getattr(text, "max_position_embeddings", None) or 2**31, *borders])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..attention.queries import mask_arrays, seen_ranges, simplified
-from ..cache import HybridCache, WholeSteps
+from ..cache import HybridCache, WholeSteps, border_of_angles
 from ..cache_argument import CACHE_ARGUMENT
 from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, Attend, Call, Memory, Seen, Sequences, StepProgram
@@ -22,7 +22,7 @@ from ..scalars import MOST_ROWS
 from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
 from .schedule import reads_of, writes_of
-from .stages import Stages, border_of_angles
+from .stages import Stages
 
 
 class UnfitStepError(HybridCacheError, RuntimeError):

@@ -12,9 +12,8 @@ from torch import distributed
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ..cache import kinds_that_stay
+from ..cache import border_of_angles, kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
-from ..decode_step import border_of_angles
 from ..storage import GRANULE
 from .draft_length import MOST_TOKENS, SURE, DraftLength, checked_drafts
 from .index import SHORTEST, Index, Match
