@@ -15,12 +15,27 @@ from .hybrid_cache import HybridCache
 
 # Of tokens that may follow where no layer is ours.
 _ANY_NUMBER = sys.maxsize
+# Rotary embeddings whose angles depend on the furthest position of a pass.
+_CHANGING = ("dynamic", "longrope")
 
 
 def is_unaltered(cache_or_layer: object) -> bool:
     """Return whether a cache, or a layer of one, takes states as this package does: nobody else has its `update`."""
     kind = type(cache_or_layer)
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0] and "update" not in vars(cache_or_layer)
+
+
+def border_of_angles(config: Any) -> int:
+    """Return the number of tokens beyond which a pass of several gives other angles than a step of one."""
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    kinds = [given, *(each for each in given.values() if isinstance(each, dict))]
+    borders = [
+        each.get("original_max_position_embeddings") or text.max_position_embeddings
+        for each in kinds
+        if str(each.get("rope_type")) in _CHANGING
+    ]
+    return min([getattr(text, "max_position_embeddings", None) or 2**31, *borders])
 
 
 class WholeSteps:

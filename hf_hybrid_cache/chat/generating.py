@@ -283,8 +283,10 @@ class Generator:
         is_plain, positions = _is_plain(model, prepared), prepared.get("position_ids")
         with closing(drafting) if drafting else nullcontext(), model._optimize_model_for_decode():
             while True:
-                logits = outputs.logits[:, -1].to(device, torch.float32, copy=bool(processing))
-                tokens = processing(token_ids, logits).argmax(dim=-1, keepdim=True)
+                logits = outputs.logits[:, -1].to(device)
+                if processing:
+                    logits = processing(token_ids, logits.to(torch.float32, copy=True))
+                tokens = logits.max(dim=-1, keepdim=True).indices  # as `argmax`, which is slow with half precision
                 chosen = tokens[:, 0].tolist()
                 made.add(chosen)
                 for row, (answer, of_thought) in enumerate(zip(made.token_ids, counted, strict=True)):

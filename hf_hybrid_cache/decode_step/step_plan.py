@@ -1,8 +1,9 @@
 """A recorded step with its memory, and the layers of the cache that it is run with."""
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..attention.queries import mask_arrays, seen_ranges, simplified
-from ..cache import HybridCache, WholeSteps
+from ..cache import HybridCache, WholeSteps, border_of_angles
+from ..cache_argument import CACHE_ARGUMENT
 from ..errors import HybridCacheError
 from ..kernels import BFLOAT16, Attend, Call, Memory, Seen, Sequences, StepProgram
 from ..scalars import MOST_ROWS
@@ -50,6 +52,7 @@ class StepPlan:
         recording: of the stages.
         steps: those of the recording, in the order in which they run.
         why_plain: see `RecordedStep`.
+        joins: likewise.
 
     Attributes:
         sizes: of each cache of the step that was taken the number of sequences, and tokens of each.
@@ -62,6 +65,7 @@ class StepPlan:
         recording: Recording,
         steps: Sequence[Step],
         why_plain: str = "",
+        joins: bool = False,
     ):
         self.sizes: list[tuple[int, int]] = []
         self._recording, self._all_steps = recording, steps
@@ -75,7 +79,7 @@ class StepPlan:
         self._gives_masks = any(
             isinstance(leaf, MaskOf) for step in steps if isinstance(step, PythonCall) for leaf in step.leaves
         )
-        self._why_plain = why_plain
+        self._why_plain, self._joins, self._border = why_plain, joins, border_of_angles(decoder.config)
         self._steps: list[WholeSteps] = []
         self._alike: list[int] = []
         self._passes: list[_Pass] = []
@@ -140,6 +144,10 @@ class StepPlan:
         """
         outs, first = [], 0
         try:
+            if self._joins and len(given) > 1:
+                with contextlib.suppress(UnfitStepError):
+                    return self._run_joined(given)
+                self._passes = []
             for (cache, of_pass), (batch, length) in zip(given, self.sizes, strict=True):
                 rows = slice(first, first := first + batch * length)
                 self._passes.append(_Pass(cache, rows, batch, length))
@@ -150,6 +158,20 @@ class StepPlan:
             return outs
         finally:
             self._passes = []
+
+    def _run_joined(self, given: Sequence[tuple[HybridCache, Mapping[str, Any]]]) -> list[Any]:
+        """Run the step with one pass around the stages, of a token of each cache and its position."""
+        names = "input_ids", "position_ids"
+        shapes = [{name: each.shape for name, each in of_pass.items()} for _, of_pass in given]
+        are_plain = {*self.sizes} == {(1, 1)} and all(each == dict.fromkeys(names, (1, 1)) for each in shapes)
+        if not are_plain or max(int(of_pass["position_ids"]) for _, of_pass in given) >= self._border:
+            raise UnfitStepError("rows of one pass are not those of a pass for each")
+        tokens, positions = (torch.cat([of_pass[name] for _, of_pass in given]) for name in names)
+        longest = max((cache for cache, _ in given), key=HybridCache.get_seq_length)
+        self._passes.append(_Pass(longest, slice(0, len(given)), len(given), 1))
+        out = self._stages.run(longest, self._call_stage, input_ids=tokens, position_ids=positions)
+        rows = zip(out[0].split(1), given, strict=True)
+        return [type(out)(last_hidden_state=row, **{CACHE_ARGUMENT: cache}) for row, (cache, _) in rows]
 
     def _call_stage(self, stage: int, module: nn.Module, args: Any, options: Any) -> Any:
         """Note what a stage is given; the last one of the last pass runs the step."""
@@ -166,17 +188,23 @@ class StepPlan:
         states = args[0]
         if stage == len(self._recording.outputs) - 1:
             states = own.states = self._result.new_empty(own.batch, own.length, *self._result.shape[2:])
-            if len(self._passes) == len(self.sizes):
+            if own.rows.stop == sum(batch * length for batch, length in self.sizes):
                 self._run_program()
         return states if others is None else (states, *([None] * len(others)))
 
     def _run_program(self) -> None:
         """Run the step with what all passes are given; write the states of each."""
-        steps, sources = self._steps, self._inputs.items()
-        inputs = [(view[each.rows], self._fitting(of, each)) for each in self._passes for of, (view, _) in sources]
-        for each, of_steps in zip(self._passes, steps, strict=True):
+        steps, sources, passes = self._steps, self._inputs.items(), self._passes
+        inputs = [(view[each.rows], self._fitting(of, each)) for each in passes for of, (view, _) in sources]
+        if len(passes) < len(steps):
+            [own] = passes
+            are_apart = all(own.values[of].shape[0] == own.batch for of, _ in sources)
+            if not are_apart or any(mask is not None for mask in own.masks):
+                raise UnfitStepError("rows of one pass are not those of a pass for each")
+            passes = [replace(own, rows=slice(row, row + 1), batch=1) for row in range(own.batch)]
+        for each, of_steps in zip(passes, steps, strict=True):
             of_steps.count_next(each.length)
-        both = zip(self._passes, steps, strict=True)
+        both = zip(passes, steps, strict=True)
         seen_by_all = [seen for each, of_steps in both for seen in self._seen_by(each, of_steps)]
         if any(self._alike) and any(seen.visible is not None for seen in seen_by_all):
             raise UnfitStepError("a mask hides tokens between others, and caches share their first ones")
@@ -187,8 +215,9 @@ class StepPlan:
         for view, value in inputs:
             view.copy_(value)
         self._program.run([partial(call, self) for call in self._calls])
-        for each, of_steps in zip(self._passes, steps, strict=True):
+        for each, of_steps in zip(passes, steps, strict=True):
             of_steps.end(each.length, partial(self._queries, each))
+        for each in self._passes:
             assert each.states is not None
             each.states.copy_(self._result[each.rows].view(each.states.shape))
         self._steps = steps

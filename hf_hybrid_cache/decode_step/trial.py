@@ -52,6 +52,8 @@ class RecordedStep(NamedTuple):
         steps: those of the recording, in their order.
         why_plain: why it runs with one token of each sequence that sees all tokens alone; empty for with any rows.
         repeats_rows: a row has the same bits whatever rows come with it: all is done by kernels, or row by row.
+        joins: what comes before the stages, with a token of each of several caches, gives each the bits that it has
+            alone.
     """
 
     names: tuple[str, ...]
@@ -59,10 +61,11 @@ class RecordedStep(NamedTuple):
     steps: list[Step]
     why_plain: str = ""
     repeats_rows: bool = False
+    joins: bool = False
 
     def plan(self, decoder: nn.Module) -> StepPlan:
         """Return the step with memory for one."""
-        return StepPlan(decoder, self.names, self.recording, self.steps, self.why_plain)
+        return StepPlan(decoder, self.names, self.recording, self.steps, self.why_plain, self.joins)
 
 
 @torch.inference_mode(False)
@@ -91,7 +94,10 @@ def recorded_step(decoder: Any, names: tuple[str, ...]) -> RecordedStep:
     except UnknownStepError as error:
         return step._replace(why_plain=f"with several tokens, or a mask, {error.why}")
     calls_all_rows = any(isinstance(each, PythonCall) and each.of_all_rows for each in step.steps)
-    return step._replace(repeats_rows=not calls_all_rows)
+    step = step._replace(repeats_rows=not calls_all_rows)
+    with contextlib.suppress(UnknownStepError), refusing(name):
+        step = step._replace(joins=_joins(step, decoder))
+    return step
 
 
 @contextlib.contextmanager
@@ -146,6 +152,20 @@ def _require_alike(step: RecordedStep, decoder: Any, cache: HybridCache, tokens:
         most = _MOST_OF_ROUNDING * _apart_by_rounding(decoder, before, tokens, own, given)
     if not apart <= most:
         raise UnrecordableError(f"its layers give other results, which differ by {apart:.0e} of all")
+
+
+def _joins(step: RecordedStep, decoder: Any) -> bool:
+    """Return whether one pass around the stages gives tokens of two caches the bits that a pass gives each."""
+    caches, results = [new_cache(decoder.config) for _ in range(_ROWS)], list[torch.Tensor]()
+    for length, cache in enumerate(caches, _PROMPT):
+        run_own(decoder, cache, input_ids=random_tokens(decoder, 1, length))
+    lengths = [torch.tensor([[cache.get_seq_length()]]) for cache in caches]
+    given = [{"input_ids": random_tokens(decoder, 1, 1), "position_ids": each} for each in lengths]
+    for each in (step, step._replace(joins=True)):
+        plan, copies = each.plan(decoder), copy.deepcopy(caches)
+        plan.take(copies, [(1, 1)] * _ROWS)
+        results.append(torch.cat([out[0] for out in plan.run(list(zip(copies, given, strict=True)))]))
+    return torch.equal(*results)
 
 
 def _apart(some: torch.Tensor, others: torch.Tensor) -> float:

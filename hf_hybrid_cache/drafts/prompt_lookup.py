@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import distributed
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ..cache import kinds_that_stay
+from ..cache import border_of_angles, kinds_that_stay
 from ..cache_argument import arguments_kept_back, loop_of, passed_cache
 from ..storage import GRANULE
 from .draft_length import MOST_TOKENS, SURE, DraftLength, checked_drafts
@@ -20,8 +20,6 @@ from .index import SHORTEST, Index, Match
 
 # Inputs of a step that have an entry for each token; with any other tensor a step has one token.
 _OF_TOKENS = {"input_ids", "position_ids", "attention_mask"}
-# Rotary embeddings whose angles depend on the furthest position of a pass.
-_CHANGING = ("dynamic", "longrope")
 # Of the tokens of a text so far, returns those that must come next, as far as it knows.
 Forced = Callable[[Sequence[int]], list[int]]
 
@@ -216,7 +214,7 @@ class Drafting:
     def __init__(self, lookup: PromptLookup, model: Any, input_ids: torch.Tensor, prepared: Mapping[str, Any]):
         self._lookup, self._model, self._prompt = lookup, model, input_ids
         self._cache: Any = passed_cache(prepared)
-        self._most_tokens, self._border = prepared["generation_config"].max_length, _border(model.config)
+        self._most_tokens, self._border = prepared["generation_config"].max_length, border_of_angles(model.config)
         self._draft_length = DraftLength()
         self._can_draft = True
         self._index: Index | None = None
@@ -370,16 +368,3 @@ def _extended(inputs: Mapping[str, Any], draft: list[int]) -> dict[str, Any]:
 def _recorders(cache: Any) -> list[Any]:
     """Return the layers of transformers' own that keep what they would forget, if they are told before a pass."""
     return [layer for layer in cache.layers if hasattr(layer, "record_past")]
-
-
-def _border(config: PreTrainedConfig) -> int:
-    """Return the number of tokens beyond which a pass of several gives other angles than a step of one."""
-    text: Any = config.get_text_config(decoder=True)
-    given = getattr(text, "rope_parameters", None) or {}
-    kinds = [given, *(each for each in given.values() if isinstance(each, dict))]
-    borders = [
-        each.get("original_max_position_embeddings") or text.max_position_embeddings
-        for each in kinds
-        if str(each.get("rope_type")) in _CHANGING
-    ]
-    return min([getattr(text, "max_position_embeddings", None) or 2**31, *borders])

@@ -14,12 +14,15 @@ from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
 
 Targets = dict[str, memoryview | Iterable[Row]]
+# Fewer, such as codecs of layers, are read sooner than the system can say whether it has memory for them.
+_ASKED_BYTES = 2**20
 
 
 def empty_tensors(file: TensorFile, section: str) -> dict[str, torch.Tensor]:
     """Make memory for the tensors of a section, by their names without that of the section."""
     forms = {name.partition("/")[2]: each.form for name, each in file.tensors(section).items()}
-    require_host_bytes(sum(form.num_bytes for form in forms.values()), f"{section} needs")
+    if (num_bytes := sum(form.num_bytes for form in forms.values())) > _ASKED_BYTES:
+        require_host_bytes(num_bytes, f"{section} needs")
     # Inference tensors could not be written to outside inference mode later on.
     with torch.inference_mode(False):
         return {name: torch.empty(form.shape, dtype=DTYPES[form.dtype]) for name, form in forms.items()}

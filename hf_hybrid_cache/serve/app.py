@@ -289,7 +289,8 @@ class Server(uvicorn.Server):
             while not isinstance(piece, Answered):
                 piece = None
                 with contextlib.suppress(TimeoutError):
-                    piece = await asyncio.wait_for(queue.get(), _SILENCE)
+                    async with asyncio.timeout(_SILENCE):
+                        piece = await queue.get()
                 if piece is None:
                     self._require_going_on()
                 if isinstance(piece, Exception):

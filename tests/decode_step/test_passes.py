@@ -215,6 +215,36 @@ def test_caches_of_one_document_attend_at_once_with_the_bits_of_each(dtype: torc
     assert set(fused.passes_apart) <= {MAY_END_FUSING}, fused.passes_apart
 
 
+ANGLES = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 90}
+
+
+# Windows, angles of two kinds, layers without any, and those that change beyond 90 tokens for all rows of a pass.
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {}), ("Mistral", {}), ("Gemma3", {}), ("SmolLM3", {}), ("GPTNeoX", {}), ("Llama", ANGLES)],
+)
+@torch.no_grad()
+def test_tokens_of_several_caches_have_their_bits_from_one_embedding(family: str, config: dict[str, Any]):
+    model, calls = made_at_random(family, **config), list[int]()
+    fused, lengths = fuse_decode(model), (20, 60, 40)
+    caches = [DynamicHybridCache(model.config) for _ in lengths]
+    for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+        read(model, random_prompt(1, length, seed), cache)
+    alone = copy.deepcopy(caches)
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: calls.append(given[0].numel()))
+    for step in range(40):  # beyond windows, and beyond those angles
+        given_to = [
+            {"input_ids": random_prompt(1, 1, step + seed), "position_ids": torch.tensor([[step + length]])}
+            for seed, length in enumerate(lengths)
+        ]
+        outs = run_together(model, [each | cache_argument(cache) for each, cache in zip(given_to, caches, strict=True)])
+        if step == 0:
+            assert calls[-1] == len(lengths)
+        for out, each, own in zip(outs, given_to, alone, strict=True):
+            assert torch.equal(out.logits, model(**each, **cache_argument(own)).logits)
+    assert not fused.passes_apart
+
+
 def test_what_a_store_knows_as_the_same_tokens_is_read_from_one_cache():
     model = made_at_random("Llama")
     fused, caches = fuse_decode(model), [DynamicHybridCache(model.config) for _ in range(3)]

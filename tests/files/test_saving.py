@@ -27,6 +27,7 @@ from hf_hybrid_cache import (
     quanto,
     saved_token_ids,
 )
+from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache.files import differences
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec
@@ -83,6 +84,12 @@ def assert_goes_on_like(
 
 def is_attended_on_cpu(cache: HybridCache) -> bool:
     return all(layer.is_attended_on_cpu for layer in cache.layers if isinstance(layer, HybridLayer) and layer.store)
+
+
+def test_loaded_cache_has_memory_up_to_the_end_of_its_last_block(path: Path):
+    filled(lambda config: HybridCache(config, codec=minmax(8)), 100).save(path)
+    loaded = HybridCache.load(path, LLAMA.config)
+    assert [layer.store_in_place().make_place() for layer in contents_of(loaded).ours] == [28] * len(loaded.layers)
 
 
 @pytest.mark.default("values")
