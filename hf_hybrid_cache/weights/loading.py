@@ -188,13 +188,13 @@ class QuantizeWeights(ConversionOps):
     def __init__(self, quantizer: QuantizedWeightsQuantizer):
         self._quantizer = quantizer
 
-    def convert(self, input_dict: dict[str, Any], *_: Any, model: PreTrainedModel, **__: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: Any, **options: Any) -> dict[str, Any]:
         """Quantize tensors, or lists of one tensor, by name; those that are not to be quantized, or cannot be, stay."""
         tensors = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         results = {name: self._quantized(name, tensor) for name, tensor in tensors.items()}
         for name, result in results.items():
             if isinstance(result, QuantizedWeight):
-                module = model.get_submodule(name.rpartition(".")[0])
+                module: Any = options["model"].get_submodule(name.rpartition(".")[0])
                 if len(list(module.parameters(recurse=False))) == 1:
                     module._is_hf_initialized = True  # Youtu writes to a row of what was loaded otherwise
         return results
