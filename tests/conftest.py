@@ -41,7 +41,6 @@ import torch
 from hf_hybrid_cache.kernels import compile_in_background
 from hf_hybrid_cache.kernels.attention.workspace import set_prefill_kernel
 from hf_hybrid_cache.kernels.vector.processor import set_integer_kernels
-from hf_hybrid_cache.layers import layer_stores
 
 from common import slow, soak
 from device_kernels import interpreted
@@ -69,7 +68,7 @@ def exact_kernels() -> Iterator[None]:
 @pytest.fixture
 def short_prompts_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let codecs be chosen with the first block that is due, so that short prompts are quantized."""
-    monkeypatch.setattr(layer_stores, "_CHOOSING_BLOCKS", 1)
+    monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores._CHOOSING_BLOCKS", 1)
 
 
 @pytest.fixture

@@ -118,7 +118,9 @@ def test_a_plan_counts_the_passes_that_its_command_reads_a_prompt_in():
 
 
 def test_times_when_asked_for_then_are_measured_and_printed(tmp_path: Path):
-    tiny_model("llama").config.save_pretrained(tmp_path)
+    config = FAMILIES["llama"]()
+    config.max_position_embeddings = 2048
+    config.save_pretrained(tmp_path)
     measured = run("plan", "--model", str(tmp_path), "--gpu-memory", "0", "--measure")
     times = r"The first token comes after [\d.]+ (s|min|h), the others at [\d.]+ tokens/s\. It takes"
     assert len(re.findall(times, in_one_line(measured.stdout))) == 3
@@ -163,7 +165,7 @@ def test_commands_and_programs_run_as_they_are_printed(tmp_path: Path):
     model = tiny_model("llama")
     tokens = ["!!", *(chr(32 + index) for index in range(1, model.config.vocab_size))]
     tokenizer = {"tokenizer_model": "gpt2", "token_list": tokens, "token_merges": ["! !"], "eos_token_id": 1}
-    write_gguf(tmp_path / "tiny.gguf", model, **tokenizer, rope_freq_base=10_000.0)
+    write_gguf(tmp_path / "tiny.gguf", model, **tokenizer, rope_freq_base=10_000.0, context_length=2048)
     file = str(tmp_path / "tiny.gguf")
     text = printed("--model", file, "--gpu-memory", "0")
     assert f"hf-hybrid-cache generate --model {file} --bits 8 --weights 8 " in text
