@@ -1,6 +1,5 @@
 """A recorded step with its memory, and the layers of the cache that it is run with."""
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,8 @@ from ..storage import KVShape
 from .recording import Array, MaskOf, PythonCall, Recording, StageValue, Step, mask_of
 from .schedule import reads_of, writes_of
 from .stages import Stages
+
+_OF_PLAIN_ROWS = ("input_ids", "position_ids")
 
 
 class UnfitStepError(HybridCacheError, RuntimeError):
@@ -144,10 +145,14 @@ class StepPlan:
         """
         outs, first = [], 0
         try:
-            if self._joins and len(given) > 1:
-                with contextlib.suppress(UnfitStepError):
-                    return self._run_joined(given)
-                self._passes = []
+            if self._joins and self._are_plain(given):
+                furthest = max(int(of_pass["position_ids"]) for _, of_pass in given)
+                if furthest < self._border:
+                    try:
+                        return self._run_joined(given)
+                    except UnfitStepError:
+                        # Such as a mask, which a layer with a window has from some position on.
+                        self._border, self._passes = furthest, []
             for (cache, of_pass), (batch, length) in zip(given, self.sizes, strict=True):
                 rows = slice(first, first := first + batch * length)
                 self._passes.append(_Pass(cache, rows, batch, length))
@@ -159,14 +164,16 @@ class StepPlan:
         finally:
             self._passes = []
 
+    def _are_plain(self, given: Sequence[tuple[HybridCache, Mapping[str, Any]]]) -> bool:
+        """Whether several caches have a token each, with its position and nothing else."""
+        is_one_each = len(given) > 1 and {*self.sizes} == {(1, 1)}
+        return is_one_each and all(
+            of_pass.keys() == set(_OF_PLAIN_ROWS) and of_pass["position_ids"].shape == (1, 1) for _, of_pass in given
+        )
+
     def _run_joined(self, given: Sequence[tuple[HybridCache, Mapping[str, Any]]]) -> list[Any]:
         """Run the step with one pass around the stages, of a token of each cache and its position."""
-        names = "input_ids", "position_ids"
-        shapes = [{name: each.shape for name, each in of_pass.items()} for _, of_pass in given]
-        are_plain = {*self.sizes} == {(1, 1)} and all(each == dict.fromkeys(names, (1, 1)) for each in shapes)
-        if not are_plain or max(int(of_pass["position_ids"]) for _, of_pass in given) >= self._border:
-            raise UnfitStepError("rows of one pass are not those of a pass for each")
-        tokens, positions = (torch.cat([of_pass[name] for _, of_pass in given]) for name in names)
+        tokens, positions = (torch.cat([of_pass[name] for _, of_pass in given]) for name in _OF_PLAIN_ROWS)
         longest = max((cache for cache, _ in given), key=HybridCache.get_seq_length)
         self._passes.append(_Pass(longest, slice(0, len(given)), len(given), 1))
         out = self._stages.run(longest, self._call_stage, input_ids=tokens, position_ids=positions)
