@@ -36,6 +36,7 @@ def model_on_device(family: str) -> PreTrainedModel:
     return copy.deepcopy(tiny_model(family)).to(DEVICE)
 
 
+@pytest.mark.usefixtures("short_prompts_choose")
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize(
     ("cache", "family", "mode"), [case if (case[0], case[1:]) in QUICK else slow(*case) for case in CASES]
