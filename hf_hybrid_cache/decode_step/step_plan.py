@@ -57,6 +57,7 @@ class StepPlan:
 
     Attributes:
         sizes: of each cache of the step that was taken the number of sequences, and tokens of each.
+        border: the position from which on tokens of several caches are not tried in one pass.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class StepPlan:
         self._gives_masks = any(
             isinstance(leaf, MaskOf) for step in steps if isinstance(step, PythonCall) for leaf in step.leaves
         )
-        self._why_plain, self._joins, self._border = why_plain, joins, border_of_angles(decoder.config)
+        self._why_plain, self._joins, self.border = why_plain, joins, border_of_angles(decoder.config)
         self._steps: list[WholeSteps] = []
         self._alike: list[int] = []
         self._passes: list[_Pass] = []
@@ -147,12 +148,12 @@ class StepPlan:
         try:
             if self._joins and self._are_plain(given):
                 furthest = max(int(of_pass["position_ids"]) for _, of_pass in given)
-                if furthest < self._border:
+                if furthest < self.border:
                     try:
                         return self._run_joined(given)
                     except UnfitStepError:
                         # Such as a mask, which a layer with a window has from some position on.
-                        self._border, self._passes = furthest, []
+                        self.border, self._passes = furthest, []
             for (cache, of_pass), (batch, length) in zip(given, self.sizes, strict=True):
                 rows = slice(first, first := first + batch * length)
                 self._passes.append(_Pass(cache, rows, batch, length))

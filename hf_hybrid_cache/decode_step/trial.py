@@ -155,7 +155,7 @@ def _require_alike(step: RecordedStep, decoder: Any, cache: HybridCache, tokens:
 
 
 def _joins(step: RecordedStep, decoder: Any) -> bool:
-    """Return whether one pass around the stages gives tokens of two caches the bits that a pass gives each."""
+    """Return whether one pass around the stages can be run, and gives tokens of two caches the bits of a pass each."""
     caches, results = [new_cache(decoder.config) for _ in range(_ROWS)], list[torch.Tensor]()
     for length, cache in enumerate(caches, _PROMPT):
         run_own(decoder, cache, input_ids=random_tokens(decoder, 1, length))
@@ -165,7 +165,7 @@ def _joins(step: RecordedStep, decoder: Any) -> bool:
         plan, copies = each.plan(decoder), copy.deepcopy(caches)
         plan.take(copies, [(1, 1)] * _ROWS)
         results.append(torch.cat([out[0] for out in plan.run(list(zip(copies, given, strict=True)))]))
-    return torch.equal(*results)
+    return plan.border > max(map(int, lengths)) and torch.equal(*results)
 
 
 def _apart(some: torch.Tensor, others: torch.Tensor) -> float:
